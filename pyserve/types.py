@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from pyserve.histogram import Histogram
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended; the values are the ones that OpenAI clients know."""
@@ -199,4 +201,12 @@ class Counters:
     failed: int = 0
     cancelled: int = 0
     finished: int = 0
-    observations: dict[str, list[float]] = field(default_factory=dict)  # name -> values in s since the last scrape
+    # queue_s, ttft_s, inter_token_s, e2e_s, step_s, preempted_s, park_copy_s, restore_copy_s
+    histograms: dict[str, Histogram] = field(default_factory=dict)
+
+    def observe(self, name: str, value_s: float) -> None:
+        """Count one value, in seconds, in the histogram of that name."""
+        histogram = self.histograms.get(name)
+        if histogram is None:
+            histogram = self.histograms[name] = Histogram()
+        histogram.observe(value_s)

@@ -1,0 +1,479 @@
+"""THE ONE ENGINE TASK, and EngineHandle for its callers.
+
+Purpose. One asyncio task owns the ledger, the pool and the model. Everything that changes them happens in it, between two awaits, so there
+is no lock anywhere.
+
+One iteration (`_iterate`).
+1. Copies that landed: parks free their pages, restores make their sequence runnable.
+2. The inbox: new requests and cancels.
+3. The ledger plans and applies: evictions, parks, restores, admissions, rows.
+4. Park and restore copies are posted to the copy stream.
+5. The step starts in the compute thread.
+6. While it runs, the events of the previous step go to their clients (`Generation.put`, which never waits).
+7. The step is awaited; sampled tokens extend their sequences; those that are done leave their slots.
+
+Guarantees. A copy is posted only between steps, so no step reads or writes a page in transfer. A sequence ends exactly once, by `_end`,
+whatever ended it: it leaves the ledger, its host state is given back, its client gets one last event. A cancel takes effect at the
+start of the next iteration, that is within one step. A step that fails ends the sequences in it and no other. An error in the engine
+itself ends every sequence with a message and the engine goes on.
+
+With `is_async` off, each copy is awaited where it is posted, and the plan is made again with the pages that it freed.
+
+Idle, the task sleeps on an event. With nothing to run and a copy in flight it waits for the copy in a worker thread. If a request waits
+and neither is the case, the watchdog says so in the log and in the snapshot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Sequence as Items
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from pyserve.errors import ContextExceeded, PoolExhausted, PyserveError, StepFailed, Unavailable
+from pyserve.generation import Generation
+from pyserve.ledger import Ledger
+from pyserve.park import Landed, Parking
+from pyserve.plan import Park, Plan, Tier
+from pyserve.runner import Runner, Step, StepResult
+from pyserve.sequence import Sequence, State
+from pyserve.snapshot import take_snapshot
+from pyserve.task import Task
+from pyserve.types import (
+    Counters,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Preempted,
+    PromptLogprobs,
+    PromptProgress,
+    Resumed,
+    SequenceRequest,
+    Snapshot,
+    Started,
+    Token,
+)
+
+log = logging.getLogger("pyserve.engine")
+
+_COPY_WAIT_S = 1.0
+_STUCK_WAIT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What does not change while the engine runs. Cells and tokens are the same thing here."""
+
+    num_slots: int
+    page_size: int
+    num_pages: int
+    pool_tokens: int
+    context_len: int  # tokens that one sequence may have
+    park_budget_bytes: int
+    park_budget_tokens: int
+    page_bytes: int
+    is_async: bool
+    is_pinned: bool
+    kv_type: str
+    num_threads: int
+    max_queue: int
+
+
+class Engine:
+    """The task and its state. Callers use `EngineHandle`."""
+
+    def __init__(self, info: EngineInfo, ledger: Ledger, runner: Runner, parking: Parking) -> None:
+        self.info = info
+        self.counters = Counters()
+        self.is_draining = False
+        self._ledger = ledger
+        self._runner = runner
+        self._parking = parking
+        self._tasks: dict[int, Task] = {}  # sequence id -> its task, from submit to end
+        self._arrivals: list[list[Sequence]] = []
+        self._cancels: list[int] = []
+        self._outbox: list[tuple[Generation, Event]] = []
+        self._sequence_ids = itertools.count()
+        self._group_ids = itertools.count()
+        self._wake = asyncio.Event()
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="pyserve-compute")
+        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="pyserve-copy-wait")
+        self._is_stopping = False
+        self._is_stuck = False
+        self._last_step_at_s = time.monotonic()
+        self._snapshot: Snapshot | None = None  # of this iteration, once somebody has asked
+        self.is_empty = asyncio.Event()  # no request is open
+        self.is_empty.set()
+
+    # --- for the handle
+
+    def snapshot(self) -> Snapshot:
+        if self._snapshot is None:
+            self._snapshot = take_snapshot(
+                self._ledger, self._parking, self._tasks, last_step_at_s=self._last_step_at_s, is_stuck=self._is_stuck
+            )
+        return self._snapshot
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._ledger.waiting) + sum(len(group) for group in self._arrivals)
+
+    def submit(self, requests: Items[SequenceRequest], request_id: str) -> Generation:
+        """Queue the sequences of one request; the caller has checked them."""
+        group_id = next(self._group_ids)
+        now_s = time.monotonic()
+        first_id = next(self._sequence_ids)
+        generation = Generation(len(requests), lambda index: self._cancel(first_id + index))
+        group: list[Sequence] = []
+        leaders: dict[tuple[int, ...], int] = {}  # prompt -> the sequence that computes it for the others
+        for index, request in enumerate(requests):
+            sequence_id = first_id if index == 0 else next(self._sequence_ids)
+            sequence = Sequence(sequence_id, request, group_id=group_id, index=index)
+            sequence.prompt_leader = leaders.get(request.prompt)
+            leaders.setdefault(request.prompt, sequence.id)
+            self._tasks[sequence.id] = Task(sequence, generation, request_id, submitted_s=now_s)
+            group.append(sequence)
+        self._arrivals.append(group)
+        self.is_empty.clear()
+        self._wake.set()
+        return generation
+
+    def stop(self) -> None:
+        self._is_stopping = True
+        self._wake.set()
+
+    def _cancel(self, sequence_id: int) -> None:
+        self._cancels.append(sequence_id)
+        self._wake.set()
+
+    # --- the task
+
+    async def run(self) -> None:
+        """The engine task; ends after `stop`, when every copy has landed."""
+        try:
+            while not self._is_stopping:
+                try:
+                    await self._iterate()
+                except Exception as error:
+                    log.exception("the engine failed; every running request ends, the server goes on")
+                    self._end_all(StepFailed(f"the engine failed: {error}"))
+        finally:
+            self._end_all(Unavailable("the server is shutting down"))
+            self._deliver()
+            self._compute.shutdown()
+            self._waiter.shutdown()
+            self._parking.close()
+
+    async def _iterate(self) -> None:
+        self._snapshot = None
+        self._collect_copies()
+        self._take_inbox()
+        plan = await self._plan_and_apply()
+        self._snapshot = None  # a client may have asked during a synchronous copy
+        if plan.rows:
+            step = self._runner.prepare(plan.rows)
+            started_s = time.monotonic()
+            running = asyncio.get_running_loop().run_in_executor(self._compute, self._runner.run, step)
+            self._deliver()
+            await self._finish_step(step, running, started_s)
+        else:
+            self._deliver()
+            await self._rest(plan)
+
+    async def _rest(self, plan: Plan) -> None:
+        """Nothing to run: wait for a copy, for work, or, if there is work that nothing moves, say so."""
+        if plan.failures or self._arrivals or self._cancels:
+            return
+        if self._parking.is_busy:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._waiter, self._parking.wait_any, _COPY_WAIT_S)
+            return
+        self._wake.clear()
+        if not self._tasks:
+            await self._wake.wait()
+            return
+        if not self._is_stuck:
+            log.error("requests wait, nothing runs and no copy is in flight: %s", self._ledger.describe())
+        self._is_stuck = True
+        self._snapshot = None
+        try:
+            async with asyncio.timeout(_STUCK_WAIT_S):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+    # --- 1 and 2: copies and the inbox
+
+    def _collect_copies(self) -> None:
+        for landed in self._parking.landed():
+            self._land(landed)
+
+    def _land(self, landed: Landed) -> None:
+        sequence = landed.sequence
+        counters = self.counters
+        if landed.is_restore:
+            counters.restored_bytes += landed.num_bytes
+            (self._ledger.restore_landed if landed.is_ok else self._ledger.restore_failed)(sequence)
+        else:
+            counters.parked_bytes += landed.num_bytes
+            (self._ledger.park_landed if landed.is_ok else self._ledger.park_failed)(sequence)
+        self._observe("restore_copy_s" if landed.is_restore else "park_copy_s", landed.copy_ms / 1e3)
+        if not landed.is_ok:
+            log.error("the copy of sequence %d failed; it will be computed again", sequence.id)
+        task = self._tasks.get(sequence.id)
+        if task is None:  # ended meanwhile
+            return
+        if landed.is_restore:
+            self._resumed(task, landed.num_bytes, landed.copy_ms)
+        else:
+            task.log_park(landed.num_bytes, landed.copy_ms, self._ledger.free_pages)
+
+    def _take_inbox(self) -> None:
+        cancels, self._cancels = self._cancels, []
+        arrivals, self._arrivals = self._arrivals, []
+        for group in arrivals:
+            self._ledger.submit(group)
+        for sequence_id in cancels:
+            task = self._tasks.get(sequence_id)
+            if task is not None:
+                self.counters.cancelled += 1
+                self._end(task, None)
+
+    # --- 3 and 4: plan, apply, post copies
+
+    async def _plan_and_apply(self) -> Plan:
+        while True:
+            now_ms = time.monotonic() * 1e3
+            plan = self._ledger.apply(self._ledger.plan(now_ms, self._parking.free_pages()), now_ms)
+            for admission in plan.admissions:
+                self._admitted(self._tasks[admission.sequence.id])
+            for failure in plan.failures:
+                self._fail_for_room(self._tasks[failure.sequence.id])
+            for park in plan.parks:
+                self._start_park(park)
+            for restore in plan.restores:
+                self._start_restore(self._tasks[restore.sequence.id])
+            if self.info.is_async or not self._parking.is_busy:
+                return plan
+            await self._land_everything()
+            if not plan.parks:
+                return plan
+
+    async def _land_everything(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._parking.is_busy:
+            await loop.run_in_executor(self._waiter, self._parking.wait_any, _COPY_WAIT_S)
+            self._collect_copies()
+
+    def _admitted(self, task: Task) -> None:
+        task.started_s = time.monotonic()
+        self.counters.cached_tokens += task.sequence.num_cached
+        self._observe("queue_s", task.started_s - task.submitted_s)
+        assert task.sequence.slot is not None
+        self._post(task, Started(task.sequence.index, task.sequence.slot))
+
+    def _start_park(self, park: Park) -> None:
+        sequence = park.sequence
+        task = self._tasks[sequence.id]
+        task.preempted(time.monotonic(), park.reason, self._ledger.free_pages)
+        self.counters.preempts += 1
+        self._post(task, Preempted(sequence.index))
+        if park.tier is not Tier.RAM:
+            task.log_park(0, 0.0, self._ledger.free_pages)
+            return
+        try:
+            self._parking.park(sequence, sequence.parked_pages)
+        except (MemoryError, RuntimeError) as error:
+            log.warning("sequence %d cannot be copied out (%s); it will be computed again", sequence.id, error)
+            self._ledger.park_failed(sequence)
+
+    def _start_restore(self, task: Task) -> None:
+        sequence = task.sequence
+        if sequence.state is not State.RESTORING:  # its pages were dropped: it runs at once and computes them again
+            self.counters.recomputes += 1
+            self._parking.discard([sequence])
+            self._resumed(task, 0, 0.0)
+            return
+        try:
+            self._parking.restore(sequence, sequence.pages)
+        except (MemoryError, RuntimeError, KeyError) as error:
+            log.warning("sequence %d cannot be copied back (%s); it is computed again", sequence.id, error)
+            self._parking.discard([sequence])
+            self._ledger.restore_failed(sequence)
+            self._resumed(task, 0, 0.0)
+
+    def _resumed(self, task: Task, num_bytes: int, copy_ms: float) -> None:
+        self.counters.resumes += 1
+        stall_s = task.resumed(time.monotonic(), num_bytes, copy_ms, self._ledger.free_pages)
+        self._observe("preempted_s", stall_s)
+        self._post(task, Resumed(task.sequence.index))
+
+    def _fail_for_room(self, task: Task) -> None:
+        self.counters.failed += 1
+        self._end(task, PoolExhausted(
+            f"Context size has been exceeded: the pool of {self.info.pool_tokens} tokens is full and parking is off "
+            f"(--preempt-ram 0); raise --ctx-size or let conversations be parked"
+        ))
+
+    # --- 5 to 7: the step
+
+    async def _finish_step(self, step: Step, running: asyncio.Future[StepResult], started_s: float) -> None:
+        try:
+            result = await running
+        except Exception as error:
+            self._step_failed(step, error)
+            return
+        now_s = self._last_step_at_s = time.monotonic()
+        self._ledger.step_done(step.rows, {key: sampled.token for key, sampled in result.sampled.items()})
+        self._count(step, now_s - started_s)
+        self._is_stuck = False
+        for row in step.rows:
+            self._after_row(self._tasks[row.sequence.id], result, row.start, row.length, now_s)
+
+    def _step_failed(self, step: Step, error: Exception) -> None:
+        log.error("a step of %d sequences failed: %s", len(step.rows), error)
+        for row in step.rows:
+            self.counters.failed += 1
+            self._end(self._tasks[row.sequence.id], StepFailed(f"the step failed: {error}"))
+
+    def _after_row(self, task: Task, result: StepResult, start: int, length: int, now_s: float) -> None:
+        sequence, request = task.sequence, task.sequence.request
+        if start < sequence.prompt_len and not task.num_sent:
+            done = min(start + length, sequence.prompt_len)
+            time_ms = (now_s - task.started_s) * 1e3
+            self._post(task, PromptProgress(sequence.index, sequence.prompt_len, sequence.num_cached, done, time_ms))
+        task.prompt_logprobs.extend(result.prompt_logprobs.get(sequence.id, ()))
+        sampled = result.sampled.get(sequence.id)
+        if sampled is None:
+            return
+        if task.num_sent == 0:
+            self._first_token(task, now_s)
+        else:
+            self._observe("inter_token_s", now_s - task.last_token_s)
+        task.last_token_s = now_s
+        if request.max_tokens == 0:  # only the prompt was to be scored
+            self._finish(task, FinishReason.LENGTH, num_generated=0)
+        elif sampled.token in request.stop_tokens:
+            self._finish(task, FinishReason.STOP, num_generated=task.num_sent + 1)
+        else:
+            task.num_sent += 1
+            self._post(task, Token(sequence.index, sampled.token, sampled.logprobs))
+            if request.max_tokens is not None and task.num_sent >= request.max_tokens:
+                self._finish(task, FinishReason.LENGTH, num_generated=task.num_sent)
+            elif len(sequence.tokens) > self.info.context_len:
+                self._finish(task, FinishReason.LENGTH, num_generated=task.num_sent, truncated=True)
+
+    def _first_token(self, task: Task, now_s: float) -> None:
+        task.first_token_s = now_s
+        self.counters.prompt_tokens += task.sequence.prompt_len - task.sequence.num_cached
+        self.counters.prompt_s += now_s - task.started_s
+        self._observe("ttft_s", now_s - task.submitted_s)
+        if task.sequence.request.prompt_logprobs is not None:
+            self._post(task, PromptLogprobs(task.sequence.index, tuple(task.prompt_logprobs)))
+
+    def _count(self, step: Step, step_s: float) -> None:
+        counters = self.counters
+        counters.steps += 1
+        counters.busy_slots += len(step.rows)
+        counters.longest_sequence = max(counters.longest_sequence, *(len(row.sequence.tokens) for row in step.rows))
+        self._observe("step_s", step_s)
+
+    # --- ends and events
+
+    def _finish(self, task: Task, reason: FinishReason, *, num_generated: int, truncated: bool = False) -> None:
+        stats = task.stats(time.monotonic(), num_generated)
+        self.counters.finished += 1
+        self.counters.generated_tokens += num_generated
+        self.counters.generate_s += stats.generate_ms / 1e3
+        self._observe("e2e_s", time.monotonic() - task.submitted_s)
+        self._post(task, Finished(task.sequence.index, reason, stats, truncated))
+        self._end(task, None)
+
+    def _end(self, task: Task, error: PyserveError | None) -> None:
+        """The one way out of the engine for a sequence; its last event is queued, or nobody waits for one."""
+        if error is not None:
+            stats = task.stats(time.monotonic(), task.num_sent)
+            self._post(task, Failed(task.sequence.index, error, stats))
+        self._ledger.finish(task.sequence, time.monotonic() * 1e3)
+        self._parking.discard([task.sequence])
+        del self._tasks[task.sequence.id]
+        if not self._tasks:
+            self.is_empty.set()
+
+    def _end_all(self, error: PyserveError) -> None:
+        self._take_inbox()
+        for task in tuple(self._tasks.values()):
+            self._end(task, error)
+
+    def _post(self, task: Task, event: Event) -> None:
+        self._outbox.append((task.generation, event))
+
+    def _deliver(self) -> None:
+        outbox, self._outbox = self._outbox, []
+        for generation, event in outbox:
+            generation.put(event)
+
+    def _observe(self, name: str, value: float) -> None:
+        self.counters.observe(name, value)
+
+
+class EngineHandle:
+    """What the HTTP side holds of the engine. All methods belong to the engine's event loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def limits(self) -> EngineInfo:
+        return self._engine.info
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return self._engine.snapshot()
+
+    @property
+    def counters(self) -> Counters:
+        return self._engine.counters
+
+    def submit(self, requests: Items[SequenceRequest], request_id: str) -> Generation:
+        """Start a request of one or more sequences. Raises ContextExceeded or Unavailable, and then nothing was started."""
+        info = self._engine.info
+        if self._engine.is_draining:
+            raise Unavailable("the server is shutting down")
+        for request in requests:
+            if len(request.prompt) >= info.context_len:
+                raise ContextExceeded(
+                    f"the prompt has {len(request.prompt)} tokens and a conversation may have {info.context_len}: "
+                    f"shorten it, or start the server with a larger --ctx-size",
+                    n_prompt_tokens=len(request.prompt),
+                    n_ctx=info.context_len,
+                )
+        if self._engine.num_waiting + len(requests) > info.max_queue + info.num_slots:
+            raise Unavailable(f"{self._engine.num_waiting} requests wait already (--max-queue)", retry_after_s=1)
+        return self._engine.submit(requests, request_id)
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._engine.run(), name="pyserve-engine")
+
+    async def drain(self, deadline_s: float) -> bool:
+        """Refuse new requests and wait until the running ones end, at most `deadline_s`. True: all have ended."""
+        self._engine.is_draining = True
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._engine.is_empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def stop(self) -> None:
+        """End what still runs, wait for every copy, stop the task."""
+        self._engine.is_draining = True
+        self._engine.stop()
+        if self._task is not None:
+            await self._task
+            self._task = None

@@ -1,0 +1,30 @@
+"""The pool's tensor: where page ids become memory."""
+
+from __future__ import annotations
+
+import torch
+
+from pyserve.errors import SettingsError
+from pyserve.host_memory import available_bytes
+from pyserve.ops import allocate_pool
+
+KV_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+class KvStore:
+    """All pages of the pool: `tensor` [pages, layers, 2, kv_heads, page_size, head_dim], a page contiguous."""
+
+    def __init__(
+        self, *, num_pages: int, num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, kv_type: str
+    ) -> None:
+        """`kv_type` is one of KV_TYPES. Raises SettingsError when the machine has not that much memory."""
+        dtype = KV_TYPES[kv_type]
+        self.page_bytes = num_layers * 2 * num_kv_heads * page_size * head_dim * dtype.itemsize
+        self.kv_type = kv_type
+        wanted = num_pages * self.page_bytes
+        if wanted > available_bytes():
+            raise SettingsError(
+                f"--ctx-size {num_pages * page_size} needs {wanted >> 20} MiB for its KV pool and "
+                f"{available_bytes() >> 20} MiB are free: lower --ctx-size"
+            )
+        self.tensor = allocate_pool(num_pages, num_layers, num_kv_heads, page_size, head_dim, dtype)

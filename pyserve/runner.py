@@ -1,0 +1,121 @@
+"""The rows of a plan -> tensors -> model -> sampler -> token ids.
+
+`prepare` runs on the event loop and reads the sequences; `run` runs in the compute thread and reads only what `prepare` made, plus token
+lists that nobody changes before the step has been awaited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pyserve.kv_store import KvStore
+from pyserve.ops import Program, StepBatch
+from pyserve.plan import Row
+from pyserve.sampler import Sampled, SampleRequest, sample, token_logprobs
+from pyserve.types import TokenLogprobs
+
+
+@dataclass(slots=True)
+class Step:
+    """One step, ready to run. `rows[i]` of those that sample has `requests[i]` and row `sample_at[i]` of the logits."""
+
+    rows: tuple[Row, ...]
+    batch: StepBatch
+    requests: list[SampleRequest]
+    sample_at: list[int]
+    scored: list[tuple[Row, int]]  # rows whose prompt is scored, with their first logits row
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step gave: sequence id -> the token sampled, and the log-probabilities of scored prompts."""
+
+    sampled: dict[int, Sampled]
+    prompt_logprobs: dict[int, list[TokenLogprobs]]
+
+
+class _PageTable:
+    """The page table of every slot, int32 [slots, width], kept from step to step: only pages that are new are written."""
+
+    def __init__(self, num_slots: int, width: int) -> None:
+        self.table = np.zeros((num_slots, width), dtype=np.int32)
+        self.tensor = torch.from_numpy(self.table)  # the same memory
+        self._written: list[tuple[int, int, int]] = [(-1, 0, 0)] * num_slots  # sequence id, its parks, pages written
+
+    def update(self, slot: int, sequence_id: int, num_parks: int, pages: list[int]) -> None:
+        known_id, known_parks, num_written = self._written[slot]
+        if (known_id, known_parks) != (sequence_id, num_parks):
+            num_written = 0
+        if num_written < len(pages):
+            self.table[slot, num_written : len(pages)] = pages[num_written:]
+        self._written[slot] = (sequence_id, num_parks, len(pages))
+
+
+class Runner:
+    """Runs steps of one model over one pool."""
+
+    def __init__(self, program: Program, kv: KvStore, *, num_slots: int, pages_per_sequence: int) -> None:
+        self._program = program
+        self._kv = kv
+        self._page_table = _PageTable(num_slots, pages_per_sequence)
+
+    def prepare(self, rows: Items[Row]) -> Step:
+        """The tensors of one step. Every row's pages are allocated by now."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        sample_rows: list[int] = []
+        requests: list[SampleRequest] = []
+        sample_at: list[int] = []
+        scored: list[tuple[Row, int]] = []
+        for row in rows:
+            sequence, end = row.sequence, row.start + row.length
+            assert sequence.slot is not None
+            self._page_table.update(sequence.slot, sequence.id, sequence.num_parks, sequence.pages)
+            first = len(tokens)
+            tokens.extend(sequence.tokens[row.start : end])
+            positions.extend(range(row.start, end))
+            slots.extend([sequence.slot] * row.length)
+            if sequence.request.prompt_logprobs is not None and row.start < sequence.prompt_len - 1:
+                scored.append((row, len(sample_rows)))
+                sample_rows.extend(range(first, len(tokens)))
+            elif row.samples:
+                sample_rows.append(len(tokens) - 1)
+            if row.samples:
+                sample_at.append(len(sample_rows) - 1)
+                requests.append(SampleRequest(sequence.request.sampling, sequence.tokens, sequence.prompt_len))
+        batch = StepBatch(
+            tokens=_int32(tokens),
+            positions=_int32(positions),
+            sequences=_int32(slots),
+            page_table=self._page_table.tensor,
+            sample_rows=_int32(sample_rows),
+        )
+        return Step(tuple(rows), batch, requests, sample_at, scored)
+
+    def run(self, step: Step) -> StepResult:
+        """Run a prepared step. Raises RuntimeError when the device fails; the pool's other pages are as before."""
+        logits = self._program.run(step.batch, self._kv.tensor)  # [samples, vocab]
+        prompt_logprobs = {row.sequence.id: _score(logits, row, first) for row, first in step.scored}
+        if not step.requests:
+            return StepResult({}, prompt_logprobs)
+        wanted = logits if len(step.sample_at) == logits.shape[0] else logits[torch.tensor(step.sample_at)]
+        sampled = sample(wanted, step.requests)
+        ids = [row.sequence.id for row in step.rows if row.samples]
+        return StepResult(dict(zip(ids, sampled, strict=True)), prompt_logprobs)
+
+
+def _score(logits: torch.Tensor, row: Row, first: int) -> list[TokenLogprobs]:
+    """Log-probabilities of the prompt tokens that follow the row's positions."""
+    sequence = row.sequence
+    num_top = sequence.request.prompt_logprobs or 0
+    following = sequence.tokens[row.start + 1 : min(row.start + row.length, sequence.prompt_len - 1) + 1]
+    return [token_logprobs(logits[first + i], token, num_top) for i, token in enumerate(following)]
+
+
+def _int32(values: list[int]) -> torch.Tensor:
+    return torch.from_numpy(np.array(values, dtype=np.int32))
