@@ -1,0 +1,102 @@
+"""From settings to a running engine: load the model, size the pool, start the task."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyserve.engine import Engine, EngineHandle, EngineInfo
+from pyserve.kv_store import KvStore
+from pyserve.ledger import Ledger, Limits
+from pyserve.models.load import Model, load
+from pyserve.models.spec import ModelSpec
+from pyserve.park import Parking
+from pyserve.runner import Runner
+from pyserve.settings import Settings
+from pyserve.text.chat import ChatTemplate
+from pyserve.text.tokenizer import Tokenizer
+
+# A compute thread that comes back from a step waits at most this long for the interpreter; the default of 5 ms is a whole step.
+_SWITCH_INTERVAL_S = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that answers: the engine that runs it and what turns text into tokens and back."""
+
+    engine: EngineHandle
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    spec: ModelSpec
+    path: Path
+
+
+async def start_engine(settings: Settings, model_path: Path, on_progress: Callable[[str, float], None]) -> ServedModel:
+    """Load the model off the event loop and start the engine. Raises ModelFileError or SettingsError, one line each."""
+    num_threads = settings.threads or default_threads()
+    pool_tokens = math.ceil(settings.ctx_size / settings.page_size) * settings.page_size
+    model = await asyncio.to_thread(
+        load,
+        model_path,
+        max_tokens=settings.batch_size + settings.parallel,
+        max_samples=settings.batch_size + settings.parallel,
+        max_positions=pool_tokens,
+        num_threads=num_threads,
+        on_progress=on_progress,
+    )
+    engine = EngineHandle(build_engine(model, settings, num_threads))
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    await engine.start()
+    return ServedModel(engine, model.tokenizer, model.chat_template, model.spec, model_path)
+
+
+def build_engine(model: Model, settings: Settings, num_threads: int) -> Engine:
+    """The engine of a loaded model, not started. The pool is rounded up to whole pages."""
+    spec, page_size = model.spec, settings.page_size
+    num_pages = math.ceil(settings.ctx_size / page_size)
+    kv = KvStore(
+        num_pages=num_pages,
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        page_size=page_size,
+        head_dim=spec.head_dim,
+        kv_type=settings.kv_type,
+    )
+    limits = Limits(
+        num_pages=num_pages,
+        page_size=page_size,
+        num_slots=settings.parallel,
+        batch_tokens=settings.batch_size,
+        is_parking_on=settings.preempt_ram_mib > 0,
+        is_planner_on=settings.preempt_planner,
+        is_async=settings.preempt_async,
+        preempt_every=settings.preempt_every,
+    )
+    budget_bytes = settings.preempt_ram_mib << 20
+    info = EngineInfo(
+        num_slots=settings.parallel,
+        page_size=page_size,
+        num_pages=num_pages,
+        pool_tokens=num_pages * page_size,
+        context_len=min(num_pages * page_size, spec.context_len),
+        park_budget_bytes=budget_bytes,
+        park_budget_tokens=budget_bytes // kv.page_bytes * page_size,
+        page_bytes=kv.page_bytes,
+        is_async=settings.preempt_async,
+        is_pinned=False,
+        kv_type=settings.kv_type,
+        num_threads=num_threads,
+        max_queue=settings.max_queue,
+    )
+    runner = Runner(model.program, kv, num_slots=settings.parallel, pages_per_sequence=num_pages)
+    return Engine(info, Ledger(limits), runner, Parking(kv, budget_bytes=budget_bytes))
+
+
+def default_threads() -> int:
+    """The processors that this process may use."""
+    return len(os.sched_getaffinity(0))
