@@ -1,0 +1,130 @@
+"""Logits -> token ids: bans, bias and penalties, log-probabilities, then one call that picks a token for every row.
+
+Each row is adjusted and sampled by itself, in one fixed order of arithmetic, and its random number is a function of
+(seed, position). So a row gives the same token alone, in any company, and after any number of parks (R37).
+
+Order for a row: logit_bias, then the penalties as llama.cpp applies them (a window of `repeat_last_n` tokens, the
+prompt's included), then bans, which come last so that nothing lifts them; log-probabilities are taken here; then
+truncation and temperature in the kernel. What is impossible (NaN, -inf, banned) is the lowest float from then on: the
+kernel sees finite numbers only, and a row in which everything is impossible still gives some token.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pyserve import ops
+from pyserve.types import SamplingParams, TokenLogprobs
+
+_LOWEST = torch.finfo(torch.float32).min
+_HIGHEST = torch.finfo(torch.float32).max
+
+
+@dataclass(slots=True)
+class SampleRequest:
+    """One row to sample. `tokens` is the prompt with what was generated so far; `prompt_len` of them are the prompt."""
+
+    params: SamplingParams
+    tokens: Sequence[int]
+    prompt_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The token picked for one row, and its log-probabilities where they were asked for."""
+
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+def sample(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[Sampled]:
+    """Pick the next token of every row. `logits`: f32 [rows, vocab], changed in place; NaN counts as impossible."""
+    assert logits.shape[0] == len(requests), "one request for each row of the logits"
+    for row, request in enumerate(requests):
+        _adjust(logits[row], request)
+    logits.nan_to_num_(nan=_LOWEST, posinf=_HIGHEST, neginf=_LOWEST)
+    tokens = _pick(logits, requests)
+    return [
+        Sampled(token, _wanted_logprobs(logits[row], token, request.params))
+        for row, (token, request) in enumerate(zip(tokens, requests, strict=True))
+    ]
+
+
+def token_logprobs(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:
+    """Log-probability of `token` and the `num_top` most probable tokens, ties by lower id. `logits`: f32 [vocab].
+
+    Probability 0 is the lowest float, which JSON can carry, and not -inf.
+    """
+    usable = logits.nan_to_num(nan=_LOWEST, posinf=_HIGHEST, neginf=_LOWEST)
+    logprobs = torch.log_softmax(usable, dim=-1).nan_to_num_(nan=_LOWEST, neginf=_LOWEST)  # [vocab]
+    return TokenLogprobs(token, float(logprobs[token]), _most_probable(logprobs, num_top))
+
+
+def _most_probable(logprobs: torch.Tensor, num_top: int) -> tuple[tuple[int, float], ...]:
+    """(token id, logprob) by falling log-probability, then rising id. topk alone breaks ties as it likes."""
+    num_top = min(num_top, logprobs.shape[0])
+    if num_top <= 0:
+        return ()
+    threshold = logprobs.topk(num_top).values[-1]
+    candidates = (logprobs >= threshold).nonzero().squeeze(1)  # ids, ascending
+    values, order = logprobs[candidates].sort(descending=True, stable=True)
+    ids: list[int] = candidates[order[:num_top]].tolist()
+    return tuple(zip(ids, values[:num_top].tolist(), strict=True))
+
+
+def _wanted_logprobs(logits: torch.Tensor, token: int, params: SamplingParams) -> TokenLogprobs | None:
+    return None if params.num_logprobs is None else token_logprobs(logits, token, params.num_logprobs)
+
+
+def _adjust(logits: torch.Tensor, request: SampleRequest) -> None:
+    """Bias, penalties and bans of one row, f32 [vocab], in place. Token ids outside the vocabulary are passed over."""
+    params, vocab_size = request.params, logits.shape[0]
+    biases = [(token, bias) for token, bias in params.logit_bias if 0 <= token < vocab_size]
+    if biases:
+        ids, values = zip(*biases, strict=True)
+        logits.index_add_(0, torch.tensor(ids), torch.tensor(values, dtype=torch.float32))
+    _penalise(logits, request)
+    num_generated = len(request.tokens) - request.prompt_len
+    banned = [token for token, until in params.banned_until if num_generated < until and 0 <= token < vocab_size]
+    if banned:
+        logits[torch.tensor(banned)] = _LOWEST
+
+
+def _penalise(logits: torch.Tensor, request: SampleRequest) -> None:
+    params = request.params
+    is_off = params.repeat_penalty == 1.0 and params.presence_penalty == 0.0 and params.frequency_penalty == 0.0
+    if is_off or params.repeat_last_n == 0:
+        return
+    window = request.tokens if params.repeat_last_n < 0 else request.tokens[-params.repeat_last_n :]
+    counts = Counter(token for token in window if 0 <= token < logits.shape[0])
+    ids = torch.tensor(list(counts), dtype=torch.int64)  # [distinct]
+    times = torch.tensor(list(counts.values()), dtype=torch.float32)  # [distinct]
+    seen = logits[ids]
+    if params.repeat_penalty != 1.0:
+        seen = torch.where(seen > 0, seen / params.repeat_penalty, seen * params.repeat_penalty)
+    logits[ids] = seen - times * params.frequency_penalty - params.presence_penalty
+
+
+def _pick(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int]:
+    """One token id for each row, in one call that holds no lock of the interpreter."""
+    params = [request.params for request in requests]
+    tokens = ops.sample_rows(
+        logits,
+        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
+        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64),
+        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
+        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
+        seed=torch.tensor([_signed(p.seed) for p in params], dtype=torch.int64),
+        position=torch.tensor([len(request.tokens) for request in requests], dtype=torch.int64),
+    )
+    picked: list[int] = tokens.tolist()
+    return picked
+
+
+def _signed(seed: int) -> int:
+    """The int64 with the same 64 bits as any integer seed."""
+    return (seed + 2**63) % 2**64 - 2**63
