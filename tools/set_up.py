@@ -113,7 +113,8 @@ def pip_install(arguments: Sequence[str]) -> None:
         reader.start()
         show_progress(lines, history, started, Path(scratch))
         if pip.wait():
-            tail = "\n".join(re.sub(r"\b\w+://\S+", "(address)", line) for line in history[-12:])
+            errors = [line for line in history if not line.startswith("WARNING")][-8:]
+            tail = "\n".join(re.sub(r"\b\w+://\S+", "(address)", line) for line in errors)
             raise SetupError(f"pip could not install {' '.join(arguments)}:\n{tail}")
 
 
