@@ -37,9 +37,9 @@ from pyserve.errors import ContextExceeded, PoolExhausted, PyserveError, StepFai
 from pyserve.generation import Generation
 from pyserve.ledger import Ledger
 from pyserve.park import Landed, Parking
-from pyserve.plan import Park, Plan, Tier
+from pyserve.plan import Failure, Park, Plan, Restore
 from pyserve.runner import Runner, Step, StepResult
-from pyserve.sequence import Sequence, State
+from pyserve.sequence import Sequence, Tier
 from pyserve.snapshot import take_snapshot
 from pyserve.task import Task
 from pyserve.types import (
@@ -252,11 +252,11 @@ class Engine:
             for admission in plan.admissions:
                 self._admitted(self._tasks[admission.sequence.id])
             for failure in plan.failures:
-                self._fail_for_room(self._tasks[failure.sequence.id])
+                self._fail_for_room(failure)
             for park in plan.parks:
                 self._start_park(park)
             for restore in plan.restores:
-                self._start_restore(self._tasks[restore.sequence.id])
+                self._start_restore(restore)
             if self.info.is_async or not self._parking.is_busy:
                 return plan
             await self._land_everything()
@@ -286,25 +286,28 @@ class Engine:
             task.log_park(0, 0.0, self._ledger.free_pages)
             return
         try:
-            self._parking.park(sequence, sequence.parked_pages)
+            num_pages = -(-sequence.num_computed // self.info.page_size)
+            self._parking.park(sequence, sequence.pages[:num_pages])
         except (MemoryError, RuntimeError) as error:
             log.warning("sequence %d cannot be copied out (%s); it will be computed again", sequence.id, error)
             self._ledger.park_failed(sequence)
 
-    def _start_restore(self, task: Task) -> None:
-        sequence = task.sequence
-        if sequence.state is not State.RESTORING:  # its pages were dropped: it runs at once and computes them again
+    def _start_restore(self, restore: Restore) -> None:
+        sequence = restore.sequence
+        task = self._tasks[sequence.id]
+        if restore.tier is not Tier.RAM:  # its pages were dropped: it runs at once and computes them again
             self.counters.recomputes += 1
-            self._parking.discard([sequence])
             self._resumed(task, 0, 0.0)
             return
         try:
-            self._parking.restore(sequence, sequence.pages)
+            if self._parking.restore(sequence, sequence.pages, cached_pages=restore.cached_pages):
+                return
+            self._ledger.restore_landed(sequence)
         except (MemoryError, RuntimeError, KeyError) as error:
             log.warning("sequence %d cannot be copied back (%s); it is computed again", sequence.id, error)
             self._parking.discard([sequence])
             self._ledger.restore_failed(sequence)
-            self._resumed(task, 0, 0.0)
+        self._resumed(task, 0, 0.0)
 
     def _resumed(self, task: Task, num_bytes: int, copy_ms: float) -> None:
         self.counters.resumes += 1
@@ -312,12 +315,14 @@ class Engine:
         self._observe("preempted_s", stall_s)
         self._post(task, Resumed(task.sequence.index))
 
-    def _fail_for_room(self, task: Task) -> None:
+    def _fail_for_room(self, failure: Failure) -> None:
         self.counters.failed += 1
-        self._end(task, PoolExhausted(
-            f"Context size has been exceeded: the pool of {self.info.pool_tokens} tokens is full and parking is off "
-            f"(--preempt-ram 0); raise --ctx-size or let conversations be parked"
-        ))
+        if failure.reason == "never_fits":
+            why = f"this conversation cannot fit in the pool of {self.info.pool_tokens} tokens even alone"
+        else:
+            why = f"the pool of {self.info.pool_tokens} tokens is full and parking is off (--preempt-ram 0)"
+        error = PoolExhausted(f"Context size has been exceeded: {why}; raise --ctx-size")
+        self._end(self._tasks[failure.sequence.id], error)
 
     # --- 5 to 7: the step
 

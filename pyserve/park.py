@@ -105,11 +105,19 @@ class Parking:
         self._held_bytes += num_bytes
         self._machine_bytes -= num_bytes
 
-    def restore(self, sequence: Sequence, pages: Items[int]) -> None:
-        """Post the copy of the parked state into `pages`, which are at least as many as were parked."""
+    def restore(self, sequence: Sequence, pages: Items[int], *, cached_pages: int) -> bool:
+        """Post the copy of the parked state into `pages`, all but the first `cached_pages`, which hold theirs already.
+
+        False when there is nothing to copy: the sequence is resident at once. Raises KeyError when it is not parked here.
+        """
         host = self._hosts[sequence.id]
         num_pages = host.numel() // self._kv.page_bytes
-        self._post(sequence, pages[:num_pages], host, is_restore=True)
+        if num_pages <= cached_pages:
+            self._drop(sequence.id)
+            return False
+        wanted = host[cached_pages * self._kv.page_bytes :]
+        self._post(sequence, pages[cached_pages:num_pages], wanted, is_restore=True)
+        return True
 
     def landed(self) -> list[Landed]:
         """The copies that have ended since the last call. Never waits."""

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from pyserve.engine import Engine, EngineHandle, EngineInfo
 from pyserve.kv_store import KvStore
-from pyserve.ledger import Ledger, Limits
+from pyserve.ledger import Ledger
 from pyserve.models.load import Model, load
 from pyserve.models.spec import ModelSpec
 from pyserve.park import Parking
+from pyserve.plan import Limits
 from pyserve.runner import Runner
 from pyserve.settings import Settings
 from pyserve.text.chat import ChatTemplate
@@ -76,6 +77,7 @@ def build_engine(model: Model, settings: Settings, num_threads: int) -> Engine:
         is_planner_on=settings.preempt_planner,
         is_async=settings.preempt_async,
         preempt_every=settings.preempt_every,
+        max_queue=settings.max_queue,
     )
     budget_bytes = settings.preempt_ram_mib << 20
     info = EngineInfo(
