@@ -1,0 +1,95 @@
+"""Opening a model: a GGUF file or a Hugging Face folder becomes a spec, a program and a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..ops.program import Program
+from .files import fail, shown
+from .folder import Folder, read_chat_template
+from .gguf import GgufFile
+from .llama import build
+from .source import inspect, open_model
+from .spec import ModelSpec
+from .weights import Weights
+
+if TYPE_CHECKING:
+    from ..text.tokenizer import Tokenizer
+
+__all__ = ["Model", "build_program", "inspect", "load"]
+Progress = Callable[[str, float], None]  # stage, fraction of it
+
+
+@dataclass(slots=True)
+class Model:
+    """Everything that serving a model needs. `program` is not to be run by two callers at once."""
+
+    spec: ModelSpec
+    program: Program
+    tokenizer: Tokenizer
+    chat_template: str | None
+    path: Path
+
+
+def load(
+    path: Path,
+    *,
+    max_tokens: int,
+    max_samples: int,
+    max_positions: int,
+    num_threads: int,
+    on_progress: Progress = lambda stage, fraction: None,
+) -> Model:
+    """Read, check and pack a model for steps of up to `max_tokens` rows, `max_samples` of which sample, at positions
+    below `max_positions`. `on_progress` is called from this thread. Raises ModelFileError as `inspect` does."""
+    on_progress("reading", 0.0)
+    source, spec = open_model(Path(path))
+    tokenizer = _tokenizer(source)
+    chat_template = _chat_template(source)
+    on_progress("reading", 1.0)
+    program = build_program(
+        source,
+        spec,
+        max_tokens=max_tokens,
+        max_samples=max_samples,
+        max_positions=max_positions,
+        num_threads=num_threads,
+        on_progress=lambda fraction: on_progress("packing weights", fraction),
+    )
+    return Model(spec, program, tokenizer, chat_template, Path(path))
+
+
+def build_program(
+    source: GgufFile | Folder,
+    spec: ModelSpec,
+    *,
+    max_tokens: int,
+    max_samples: int,
+    max_positions: int,
+    num_threads: int,
+    on_progress: Callable[[float], None] = lambda fraction: None,
+) -> Program:
+    """The model's step, without tokenizer: what `load` calls, and what compares logits."""
+    program = Program(max_tokens=max_tokens, max_samples=max_samples, num_threads=num_threads)
+    build(spec, Weights(source.tensors, on_progress), program, max_positions)
+    return program
+
+
+def _tokenizer(source: GgufFile | Folder) -> Tokenizer:
+    from ..text import tokenizer  # not needed, and not loaded, to inspect a model
+
+    if isinstance(source, GgufFile):
+        return tokenizer.from_gguf(source.metadata)
+    return tokenizer.from_folder(source.path)
+
+
+def _chat_template(source: GgufFile | Folder) -> str | None:
+    if isinstance(source, Folder):
+        return read_chat_template(source.path)
+    template = source.metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        fail(source.path, f"tokenizer.chat_template must be a string, not {shown(template)}")
+    return template
