@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
 
 from tests.e2e.client import TOPICS
 from tests.e2e.server import Server, running
@@ -26,7 +27,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def question(text: str) -> list[dict[str, str]]:
+def question(text: str) -> list[ChatCompletionMessageParam]:
     return [{"role": "user", "content": text}]
 
 

@@ -1,4 +1,4 @@
-"""Four chats on a pool that holds little more than one: all finish with the text that each has alone (R1-R10, R36, R37)."""
+"""Four chats on a pool that holds little more than one: all finish with the text that they have alone (R1-R10, R36)."""
 
 from __future__ import annotations
 
@@ -55,11 +55,8 @@ def check_notices(transcripts: list[Transcript]) -> None:
     for transcript in transcripts:
         pairs = len(transcript.notices) // 2
         assert transcript.notices == [": preempted", ": resumed"] * pairs
-        lines = [line for _, line in transcript.lines]
-        followers = [
-            after for line, after in zip(lines, lines[1:], strict=False) if line in (": preempted", ": resumed")
-        ]
-        assert "" not in followers
+        lines = pairwise(line for _, line in transcript.lines)
+        assert not any(line.startswith((": preempt", ": resumed")) and after == "" for line, after in lines)
 
 
 def test_four_long_chats_on_a_full_pool_all_finish_as_if_alone(server: Server, alone: list[str]) -> None:
