@@ -1,0 +1,31 @@
+"""The README's tables say what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from starlette.routing import Route
+
+from pyserve.app import app
+from pyserve.settings import settings_table
+
+README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+ENDPOINT_ROW = re.compile(r"^\| `(GET|POST) (/\S*)` \|", re.MULTILINE)
+# The same answers under the names that other servers' clients use; the table has the first of each.
+ALIASES = {"/chat/completions", "/completions", "/models", "/v1/health"}
+
+
+def test_the_readme_has_the_table_of_settings() -> None:
+    assert settings_table() in README, f"the README's table of flags should be:\n{settings_table()}"
+
+
+def test_the_readme_names_every_endpoint_and_no_other() -> None:
+    served = {
+        (method, route.path)
+        for route in app.routes
+        if isinstance(route, Route)
+        for method in (route.methods or set()) - {"HEAD", "OPTIONS"}
+        if route.path not in ALIASES and "{" not in route.path
+    }
+    assert set(ENDPOINT_ROW.findall(README)) == served
