@@ -1,0 +1,461 @@
+"""THE LEDGER: owner of pool, prompt cache, slots and queues; the only place where they change.
+
+The engine drives it: submit, then for every iteration the landings and cancels since the last one, `plan`, `apply`, the
+copies and the step that the applied plan asks for, `step_done`. Tests and the policy simulator drive the same object.
+
+A life: submit -> WAITING -> (admission) RUNNING -> ... -> finish. Parked in between, any number of times:
+
+    RUNNING -> PREEMPTING -> PREEMPTED -> RESTORING -> RUNNING    tier RAM: a copy out, a copy back
+    RUNNING ---------------> PREEMPTED --------------> RUNNING    tier RECOMPUTE: no copy, the tokens run again
+
+A sequence that ends while a copy of its pages is in flight is FINISHED at once and gives pages and slot back when
+the copy lands (R20). All pages that a sequence needs to enter are reserved together (R12a). `apply` is where a step
+can find no page, because the planner is off, wrong, or not allowed to park: that is the last resort (R24, R25).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from collections.abc import Sequence as List
+from dataclasses import replace
+
+from pyserve import planner
+from pyserve.errors import Unavailable
+from pyserve.plan import Admission, Failure, Limits, Park, Plan, Restore, Row
+from pyserve.planner import View
+from pyserve.pool import Pool
+from pyserve.prefix import Node, PrefixCache
+from pyserve.sequence import Sequence, State, Tier
+
+__all__ = ["Ledger", "Limits"]
+
+
+class Ledger:
+    """One pool and everyone on it."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        pool = Pool(limits.num_pages)
+        self._view = View(limits, pool, PrefixCache(pool, limits.page_size))
+        self._view.free_slots = list(range(limits.num_slots))
+        self._slots: list[Sequence | None] = [None] * limits.num_slots
+        self._filling: dict[int, int] = {}  # pages that a restore's copy writes, by sequence id
+        self._host_free_pages = 0  # as the planner left it
+        self._num_evicted = 0
+
+    # What there is
+
+    @property
+    def free_pages(self) -> int:
+        return self._view.pool.num_free
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages that only the prompt cache holds."""
+        return self._view.pool.num_cached
+
+    @property
+    def transfer_pages(self) -> int:
+        """Pages whose only use is a copy in flight, out of them or into them."""
+        return self._view.pool.num_leaving + sum(self._filling.values())
+
+    @property
+    def held_pages(self) -> int:
+        return self._view.pool.num_held - sum(self._filling.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._view.waiting)
+
+    @property
+    def num_parked(self) -> int:
+        """Parked sequences and those on their way there."""
+        return len(self._view.parked) + len(self._view.preempting)
+
+    @property
+    def waiting(self) -> deque[Sequence]:
+        """In order of arrival; not to be changed."""
+        return self._view.waiting
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody is here, and no copy is in flight."""
+        return not self._view.live and not self._view.departing
+
+    @property
+    def is_copying(self) -> bool:
+        return self._view.is_copying
+
+    def running(self) -> list[Sequence]:
+        return list(self._view.running.values())
+
+    def preempting(self) -> list[Sequence]:
+        return list(self._view.preempting.values())
+
+    def restoring(self) -> list[Sequence]:
+        return list(self._view.restoring.values())
+
+    def departing(self) -> list[Sequence]:
+        """Ended, with a copy in flight."""
+        return list(self._view.departing.values())
+
+    def parked(self) -> list[Sequence]:
+        """In the order in which they come back."""
+        return sorted(self._view.parked.values(), key=planner.restore_order)
+
+    def sequence_in_slot(self, slot: int) -> Sequence | None:
+        return self._slots[slot]
+
+    # Arrivals
+
+    def submit(self, sequences: List[Sequence]) -> None:
+        """All sequences of one request. Raises Unavailable when the queue is full."""
+        view, limits = self._view, self.limits
+        if len(view.waiting) + len(sequences) - len(view.free_slots) > limits.max_queue:
+            raise Unavailable("the request queue is full, try again later", retry_after_s=1)
+        for sequence in sequences:
+            assert sequence.state is State.WAITING and sequence.id not in view.live, f"{sequence} was submitted before"
+            request = sequence.request
+            wanted = limits.context_len if request.max_tokens is None else max(1, request.max_tokens)
+            sequence.max_cells = min(limits.context_len, sequence.prompt_len + wanted - 1)
+            view.live[sequence.id] = sequence
+            view.waiting.append(sequence)
+            if sequence.prompt_len > limits.context_len:
+                view.oversized[sequence.id] = sequence
+
+    # One iteration
+
+    def plan(self, now_ms: float, host_free_pages: int) -> Plan:
+        """What to do now; nothing is changed. `host_free_pages`: pages that the RAM tier could still take."""
+        self._host_free_pages = host_free_pages
+        for sequence in self._view.waiting:
+            if not self._view.is_behind_leader(sequence):
+                if sequence.waiting_since_ms is None:
+                    sequence.waiting_since_ms = now_ms
+                break
+        return planner.plan(self._view, now_ms, host_free_pages)
+
+    def apply(self, plan: Plan, now_ms: float) -> Plan:
+        """Carries `plan` out, and returns it as carried out: the last resort may change parks, failures and rows."""
+        num_evicted = self._num_evicted
+        for failure in plan.failures:
+            self.finish(failure.sequence, now_ms)
+        for park in plan.parks:
+            self._park(park, now_ms)
+        self._enter_all(plan, now_ms)
+        if plan.refused_rotation is not None:
+            plan.refused_rotation.is_refusal_told = True
+        missing = self._allocate_rows(plan.rows)
+        if missing:
+            plan = self._take_last_resort(plan, missing, now_ms)
+        return replace(plan, num_evictions=self._num_evicted - num_evicted)
+
+    def step_done(self, rows: Iterable[Row], sampled: dict[int, int]) -> None:
+        """The step ran. `sampled`: the next token of each row that samples, by sequence id."""
+        size = self.limits.page_size
+        for row in rows:
+            sequence = row.sequence
+            if sequence.state is not State.RUNNING:
+                continue
+            end = row.start + row.length
+            sequence.num_computed = end
+            sequence.progress = max(sequence.progress, end)
+            token = sampled.get(sequence.id) if row.samples else None
+            if token is not None:
+                sequence.tokens.append(token)
+                if len(sequence.tokens) > self.limits.context_len:
+                    self._view.oversized[sequence.id] = sequence
+            if end // size > row.start // size:
+                self._register(sequence)
+            self._set_debt(sequence)
+
+    # Landings
+
+    def park_landed(self, sequence: Sequence) -> None:
+        """The copy out is done: its pages come free."""
+        view = self._view
+        was_ended = view.departing.pop(sequence.id, None) is not None
+        if not was_ended:
+            assert view.preempting.pop(sequence.id, None) is sequence, f"no park of {sequence} is in flight"
+        view.cache.let_go(view.pool.stop_reading(sequence.pages))
+        sequence.pages = []
+        if was_ended:
+            self._free_slot(sequence)
+        else:
+            sequence.state = State.PREEMPTED
+            view.parked[sequence.id] = sequence
+
+    def park_failed(self, sequence: Sequence) -> None:
+        """The copy out failed: the sequence is parked all the same, to be computed again."""
+        self.park_landed(sequence)
+        self.drop_parked(sequence)
+
+    def drop_parked(self, sequence: Sequence) -> None:
+        """The parked copy of a PREEMPTED sequence is gone: it will be computed again."""
+        sequence.tier = Tier.RECOMPUTE
+        sequence.num_computed = sequence.parked_cells = 0
+
+    def restore_landed(self, sequence: Sequence) -> None:
+        """The copy back is done: the sequence runs again."""
+        if self._end_restore(sequence):
+            self._register(sequence)
+
+    def restore_failed(self, sequence: Sequence) -> None:
+        """The copy back failed: the sequence runs as a prompt, from the pages that it shares on."""
+        if self._end_restore(sequence):
+            assert sequence.cache_node is not None
+            sequence.num_computed = sequence.cache_node.depth * self.limits.page_size
+
+    def finish(self, sequence: Sequence, now_ms: float) -> bool:
+        """Ended or cancelled, in whatever state; harmless when repeated.
+
+        False: a copy is in flight, and pages and slot come free when it lands. Full pages stay in the prompt cache.
+        """
+        view = self._view
+        state = sequence.state
+        if state is State.FINISHED:
+            return sequence.id not in view.departing
+        if sequence.parked_at_ms is not None:
+            sequence.preempted_ms += now_ms - sequence.parked_at_ms
+            sequence.parked_at_ms = None
+        sequence.state = State.FINISHED
+        del view.live[sequence.id]
+        view.oversized.pop(sequence.id, None)
+        if state is State.WAITING:
+            view.waiting.remove(sequence)
+        elif state is State.RUNNING:
+            self._stop_running(sequence)
+            self._release_pages(sequence)
+            self._free_slot(sequence)
+        elif state is State.PREEMPTED:
+            del view.parked[sequence.id]
+            self._free_slot(sequence)
+        else:
+            del (view.preempting if state is State.PREEMPTING else view.restoring)[sequence.id]
+            view.departing[sequence.id] = sequence
+        if not sequence.is_generating:
+            self._pass_leadership(sequence)
+        return sequence.id not in view.departing
+
+    # Parts
+
+    def _park(self, park: Park, now_ms: float) -> None:
+        sequence = park.sequence
+        assert sequence.state is State.RUNNING, f"{sequence} cannot be parked"
+        self._stop_running(sequence)
+        sequence.num_parks += 1
+        sequence.parked_at_ms = now_ms
+        sequence.tier = park.tier
+        sequence.is_refusal_told = False
+        sequence.cache_node = None
+        if park.reason == "forced":
+            sequence.num_forced_parks = sequence.num_generated // self.limits.preempt_every
+        if park.tier is Tier.RECOMPUTE:
+            self._release_pages(sequence)
+            sequence.num_computed = sequence.parked_cells = 0
+            sequence.state = State.PREEMPTED
+            self._view.parked[sequence.id] = sequence
+            return
+        num_copied = self._num_pages(sequence.num_computed)
+        self._host_free_pages -= num_copied
+        self._release_pages(sequence, start=num_copied)
+        self._view.pool.start_reading(sequence.pages)
+        sequence.parked_cells = sequence.num_computed
+        sequence.state = State.PREEMPTING
+        self._view.preempting[sequence.id] = sequence
+
+    def _enter_all(self, plan: Plan, now_ms: float) -> None:
+        """Restores and admissions. All take their shared pages before any eviction, which could take them away."""
+        entries: list[Restore | Admission] = [*plan.restores, *plan.admissions]
+        chains = [self._view.cache.match(each.sequence.tokens, each.cached_pages) for each in entries]
+        for entry, chain in zip(entries, chains, strict=True):
+            entry.sequence.pages = self._view.cache.take(chain)
+        for entry, chain in zip(entries, chains, strict=True):
+            self._reserve(entry.sequence, chain)
+            entry.sequence.resident_since_ms = now_ms
+            if isinstance(entry, Restore):
+                self._restore(entry, now_ms)
+            else:
+                self._admit(entry)
+
+    def _reserve(self, sequence: Sequence, chain: list[Node]) -> None:
+        wanted = self._view.wanted_pages(sequence, self.limits.runway_steps)
+        self._extend(sequence, wanted)
+        sequence.cache_node = chain[-1] if chain else self._view.cache.root
+
+    def _restore(self, restore: Restore, now_ms: float) -> None:
+        sequence = restore.sequence
+        del self._view.parked[sequence.id]
+        assert sequence.parked_at_ms is not None
+        sequence.preempted_ms += now_ms - sequence.parked_at_ms
+        sequence.parked_at_ms = sequence.tier = None
+        if restore.tier is Tier.RECOMPUTE:
+            sequence.num_computed = restore.cached_pages * self.limits.page_size
+            self._start_running(sequence)
+            return
+        self._filling[sequence.id] = len(sequence.pages) - restore.cached_pages
+        sequence.state = State.RESTORING
+        self._view.restoring[sequence.id] = sequence
+
+    def _end_restore(self, sequence: Sequence) -> bool:
+        """False: the sequence ended meanwhile, and is gone now."""
+        view = self._view
+        del self._filling[sequence.id]
+        sequence.parked_cells = 0
+        if view.departing.pop(sequence.id, None) is not None:
+            self._release_pages(sequence)
+            self._free_slot(sequence)
+            return False
+        del view.restoring[sequence.id]
+        self._start_running(sequence)
+        return True
+
+    def _admit(self, admission: Admission) -> None:
+        sequence = admission.sequence
+        self._view.waiting.remove(sequence)
+        self._view.free_slots.remove(admission.slot)
+        self._slots[admission.slot] = sequence
+        sequence.slot = admission.slot
+        sequence.num_computed = admission.cached_pages * self.limits.page_size
+        sequence.num_cached = sequence.num_computed
+        sequence.progress = sequence.num_computed
+        self._start_running(sequence)
+
+    def _start_running(self, sequence: Sequence) -> None:
+        sequence.state = State.RUNNING
+        self._view.running[sequence.id] = sequence
+        self._set_debt(sequence)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        del self._view.running[sequence.id]
+        self._view.debt -= sequence.debt
+        sequence.debt = 0
+
+    def _set_debt(self, sequence: Sequence) -> None:
+        view = self._view
+        debt = max(0, view.wanted_pages(sequence, view.pressure_runway) - len(sequence.pages))
+        view.debt += debt - sequence.debt
+        sequence.debt = debt
+
+    def _free_slot(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None and self._slots[sequence.slot] is sequence
+        self._slots[sequence.slot] = None
+        self._view.free_slots.append(sequence.slot)
+
+    def _num_pages(self, cells: int) -> int:
+        return -(-cells // self.limits.page_size)
+
+    def _extend(self, sequence: Sequence, num_pages: int) -> None:
+        """Pages up to `num_pages` in all, evicting cached prompts for them where none is free."""
+        count = num_pages - len(sequence.pages)
+        if count <= 0:
+            return
+        pool = self._view.pool
+        while pool.num_free < count:
+            self._view.cache.evict()
+            self._num_evicted += 1
+        sequence.pages += pool.allocate(count, sequence.pages[-1] if sequence.pages else None)
+
+    def _release_pages(self, sequence: Sequence, start: int = 0) -> None:
+        """Lets go of the pages from `start` on."""
+        self._view.cache.let_go(self._view.pool.release(sequence.pages[start:]))
+        del sequence.pages[start:]
+
+    def _register(self, sequence: Sequence) -> None:
+        """Tells the prompt cache which pages are full."""
+        size = self.limits.page_size
+        node = sequence.cache_node
+        while node is not None and (node.depth + 1) * size <= sequence.num_computed:
+            start = node.depth * size
+            key = tuple(sequence.tokens[start : start + size])
+            node = self._view.cache.register(node, key, sequence.pages[node.depth])
+        sequence.cache_node = node
+
+    def _pass_leadership(self, leader: Sequence) -> None:
+        """`leader` ended before its prompt was computed: the first that waited for it computes it for the others."""
+        heir: Sequence | None = None
+        for sequence in self._view.waiting:
+            if sequence.prompt_leader == leader.id:
+                sequence.prompt_leader = heir.id if heir is not None else None
+                heir = heir or sequence
+
+    # Rows and the last resort
+
+    def _allocate_rows(self, rows: Iterable[Row]) -> list[Row]:
+        """Gives each row its pages. Returns the rows that found none."""
+        size = self.limits.page_size
+        missing = []
+        for row in rows:
+            sequence = row.sequence
+            needed = -(-(row.start + row.length) // size)
+            if needed <= len(sequence.pages):
+                continue
+            if needed - len(sequence.pages) <= self._view.pool.num_available:
+                self._extend(sequence, needed)
+                self._set_debt(sequence)
+            else:
+                missing.append(row)
+        return missing
+
+    def _take_last_resort(self, plan: Plan, missing: list[Row], now_ms: float) -> Plan:
+        """Nothing of the step was computed yet, so every sequence is at a token boundary and rows can be dropped."""
+        parks, failures = list(plan.parks), list(plan.failures)
+        while missing and not self._view.preempting:
+            if self.limits.is_parking_on:
+                victim = next(iter(self._view.victims()), None)
+                if victim is None:
+                    break
+                tier, _ = planner.park_tier(victim, self.limits.page_size, self._host_free_pages)
+                parks.append(Park(victim, "last_resort", tier))
+                self._park(parks[-1], now_ms)
+            elif any(each.reason == "pool_full" for each in failures):
+                break
+            else:
+                own = self._view.pool.num_own
+                victim = max(self._view.running.values(), key=lambda each: (own(each.pages), each.id))
+                failures.append(Failure(victim, "pool_full"))
+                self.finish(victim, now_ms)
+            missing = self._allocate_rows([row for row in missing if row.sequence is not victim])
+        dropped = {row.sequence.id for row in missing}
+        rows = tuple(row for row in plan.rows if row.sequence.state is State.RUNNING and row.sequence.id not in dropped)
+        is_freeing = bool(failures) or any(park.tier is Tier.RECOMPUTE for park in parks)
+        must_wait = not rows and self._view.is_copying and not is_freeing
+        return replace(plan, parks=tuple(parks), failures=tuple(failures), rows=rows, must_wait_for_copy=must_wait)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError naming what is wrong. Made for every step of a test, not for production."""
+        view = self._view
+        view.pool.check_integrity()
+        view.cache.check_integrity()
+        places = [view.running, view.preempting, view.parked, view.restoring, {s.id: s for s in view.waiting}]
+        assert Counter(id for place in places for id in place) == Counter(view.live), "a sequence is lost or twice here"
+        holders: Counter[int] = Counter()
+        readers: Counter[int] = Counter()
+        for sequence in [*view.live.values(), *view.departing.values()]:
+            assert len(set(sequence.pages)) == len(sequence.pages), f"{sequence} has a page twice"
+            is_leaving = sequence.id in view.preempting or sequence.id in view.departing.keys() - self._filling.keys()
+            (readers if is_leaving else holders).update(sequence.pages)
+            self._check_sequence(sequence)
+        for page in range(self.limits.num_pages):
+            assert view.pool.holders[page] == holders[page], f"page {page}: wrong number of holders"
+            assert view.pool.readers[page] == readers[page], f"page {page}: wrong number of readers"
+            assert holders[page] < 2 or view.pool.is_cached[page], f"page {page} has two owners"
+        total = self.free_pages + self.held_pages + self.cached_pages + self.transfer_pages
+        assert total == self.limits.num_pages, f"free + held + cached + in transfer = {total}"
+        assert view.debt == sum(each.debt for each in view.running.values()), "the debts do not add up"
+        num_occupied = sum(each is not None for each in self._slots)
+        assert num_occupied + len(view.free_slots) == self.limits.num_slots, "a slot is lost"
+
+    def _check_sequence(self, sequence: Sequence) -> None:
+        state = sequence.state
+        if state in (State.WAITING, State.PREEMPTED):
+            assert not sequence.pages and not sequence.debt, f"{sequence} has pages"
+        else:
+            assert len(sequence.pages) >= self._num_pages(sequence.num_computed), f"{sequence} lacks pages"
+        if state is State.PREEMPTING:
+            assert len(sequence.pages) == self._num_pages(sequence.num_computed), f"{sequence} copies unwritten pages"
+        if state is State.WAITING:
+            assert sequence.slot is None, f"{sequence} has a slot"
+        else:
+            assert sequence.slot is not None and self._slots[sequence.slot] is sequence, f"{sequence} lost its slot"

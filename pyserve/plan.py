@@ -1,0 +1,109 @@
+"""The plan: a record of what one engine iteration does. The planner makes it, the ledger carries it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from pyserve.sequence import Sequence, Tier
+
+ParkReason = Literal["pool_full", "rotation", "last_resort", "forced"]
+FailureReason = Literal["never_fits", "pool_full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the planner works within. Pages and slots are counts, `batch_tokens` prompt tokens a step."""
+
+    num_pages: int
+    page_size: int  # cells in a page
+    num_slots: int
+    batch_tokens: int = 512
+    runway_steps: int = 8  # decode steps that stay clear ahead of the pool filling
+    rotation_delay_ms: float = 2000.0
+    starved_parks: int = 3
+    is_parking_on: bool = True
+    is_planner_on: bool = True  # off: pressure is met by the last resort alone
+    is_async: bool = True
+    preempt_every: int = 0  # park each generating sequence every so many tokens; 0: never
+    max_queue: int = 1024  # sequences that may wait
+
+    def __post_init__(self) -> None:
+        for name in ("num_pages", "page_size", "num_slots", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+        for name in ("runway_steps", "rotation_delay_ms", "starved_parks", "preempt_every", "max_queue"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative")
+
+    @property
+    def context_len(self) -> int:
+        """Tokens that one sequence can hold when it has the pool to itself."""
+        return self.num_pages * self.page_size
+
+
+class Row(NamedTuple):
+    """Positions [start, start + length) of one sequence. `samples`: its last token's logits pick the next token."""
+
+    sequence: Sequence
+    start: int
+    length: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Park:
+    """`tier` RAM: copy the first ceil(num_computed / page_size) pages out. RECOMPUTE: no copy, parked at once."""
+
+    sequence: Sequence
+    reason: ParkReason
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Bring a sequence back. Tier RAM: copy the parked pages back, all but the first `cached_pages`.
+
+    Those are in the pool already, shared with whoever holds them, and must not be written. With tier RECOMPUTE
+    there is no copy: the sequence runs at once, as a prompt. `tier` is the one it was parked in.
+    """
+
+    sequence: Sequence
+    tier: Tier
+    cached_pages: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Give a waiting sequence a slot; its first `cached_pages` pages come from the prompt cache."""
+
+    sequence: Sequence
+    slot: int
+    cached_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """End a sequence: it can never fit (R8), or the pool is full and parking is off (R25)."""
+
+    sequence: Sequence
+    reason: FailureReason
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one iteration does, in this order. `rows`: decode rows, then prompt chunks; a sequence appears once.
+
+    `must_wait_for_copy`: no row can run before a copy that is in flight lands. A plan without rows that does not
+    say so (a park without a copy) is followed by the next plan at once.
+    """
+
+    num_evictions: int = 0
+    parks: tuple[Park, ...] = ()
+    restores: tuple[Restore, ...] = ()
+    admissions: tuple[Admission, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    rows: tuple[Row, ...] = ()
+    must_wait_for_copy: bool = False
+    refused_rotation: Sequence | None = None  # the parked head, once per park, when no tier could hold a second one

@@ -1,0 +1,377 @@
+"""THE PLANNER: what one iteration does about pages, parked sequences, new ones and the rows of the step.
+
+Pure: it reads the `View` that the ledger keeps, changes nothing, and returns a `Plan`. No torch, clock or I/O; the
+caller says what time it is. All of it counts pages, rounded as the pool rounds (planning in tokens and allocating in
+pages loses requests).
+
+The numbers that decide:
+
+    debt       pages that the running sequences lack for their next step and runway (R2, R9). The ledger keeps the sum,
+               so that an iteration without pressure costs nothing here.
+    available  pages that are free or that eviction can free now: cached prompts give way first (R3)
+    leaving    pages that come free when the park copies in flight land
+
+Relief parks one victim after another until debt <= available + leaving. The victim is never the leader; among the rest
+one that is not starved, then the one with the fewest pages of its own (R4). A sequence comes back, or is admitted, when
+all its tokens and its runway fit beside the debt of those that run (R9, R12a), so that it is not parked again at once.
+Sizes are capped by what a sequence can ever need, at most the pool: that is how the runway is waived for one that has
+the pool to itself (R8). Admission waits while a parked sequence does. The parked head that waits longer than the
+rotation delay gets room made for it (R7); a sequence is not rotated out before it ran for that delay.
+
+Something always moves: the leader is never parked for pressure, its row comes first when pages are scarce, and once all
+others are parked and landed every page but its own is available to it.
+
+Not exact: pages that two victims of the same plan share are not counted as gained; the next plan sees them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from pyserve.plan import Admission, Failure, Limits, Park, ParkReason, Plan, Restore, Row
+from pyserve.pool import Pool
+from pyserve.prefix import PrefixCache
+from pyserve.sequence import Sequence, Tier
+
+PASSED_ADMISSIONS = 4  # waiting sequences that are looked at behind one that does not fit
+
+
+@dataclass(slots=True)
+class View:
+    """Everything that the planner may read. Dictionaries by sequence id, in the order of arrival there."""
+
+    limits: Limits
+    pool: Pool
+    cache: PrefixCache
+    live: dict[int, Sequence] = field(default_factory=dict)  # submitted and not ended
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: dict[int, Sequence] = field(default_factory=dict)
+    preempting: dict[int, Sequence] = field(default_factory=dict)
+    parked: dict[int, Sequence] = field(default_factory=dict)
+    restoring: dict[int, Sequence] = field(default_factory=dict)
+    departing: dict[int, Sequence] = field(default_factory=dict)  # ended, a copy still in flight
+    oversized: dict[int, Sequence] = field(default_factory=dict)  # more tokens than the whole pool holds
+    free_slots: list[int] = field(default_factory=list)
+    debt: int = 0  # the sum of the running sequences' debts
+
+    @property
+    def is_copying(self) -> bool:
+        return bool(self.preempting or self.restoring or self.departing)
+
+    @property
+    def pressure_runway(self) -> int:
+        """Cells kept clear per sequence while it runs: none where a park lands before the next step begins."""
+        limits = self.limits
+        return limits.runway_steps if limits.is_async and limits.is_planner_on and limits.is_parking_on else 0
+
+    def wanted_pages(self, sequence: Sequence, runway: int) -> int:
+        """Pages for all its tokens and `runway` cells more, within what it can ever need."""
+        cells = len(sequence.tokens)
+        cells = max(cells, min(cells + runway, sequence.max_cells))
+        return min(-(-cells // self.limits.page_size), self.limits.num_pages)
+
+    def is_behind_leader(self, sequence: Sequence) -> bool:
+        """Its prompt is being computed by another sequence, whose pages it will share."""
+        if sequence.prompt_leader is None:
+            return False
+        leader = self.live.get(sequence.prompt_leader)
+        return leader is not None and not leader.is_generating
+
+    def leader(self) -> Sequence | None:
+        """The resident that is furthest along; the older one of equals."""
+        residents = [*self.running.values(), *self.restoring.values()]
+        return max(residents, key=lambda each: (each.progress, -each.id), default=None)
+
+    def victims(self) -> list[Sequence]:
+        """Whom to park, best first (R4)."""
+        leader = self.leader()
+        starved = self.limits.starved_parks
+        candidates = [each for each in self.running.values() if each is not leader]
+        own = self.pool.num_own
+        return sorted(candidates, key=lambda each: (each.num_parks >= starved, own(each.pages), -each.id))
+
+    def match_limit(self, sequence: Sequence) -> int:
+        """How many leading pages the prompt cache may provide; at least one token is left to compute or copy."""
+        request = sequence.request
+        if not request.cache_prompt or request.prompt_logprobs is not None:
+            return 0
+        num_tokens = sequence.num_computed if sequence.tier is Tier.RAM else len(sequence.tokens)
+        return (num_tokens - 1) // self.limits.page_size
+
+
+def restore_order(sequence: Sequence) -> tuple[int, float, int]:
+    """Most parked first, then longest parked (R6)."""
+    return (-sequence.num_parks, sequence.parked_at_ms or 0.0, sequence.id)
+
+
+def park_tier(sequence: Sequence, page_size: int, host_free_pages: int) -> tuple[Tier, int]:
+    """The tier that takes it, and the host pages it takes there. Nothing computed is nothing to copy."""
+    num_pages = -(-sequence.num_computed // page_size)
+    if 0 < num_pages <= host_free_pages:
+        return Tier.RAM, num_pages
+    return Tier.RECOMPUTE, 0
+
+
+def plan(view: View, now_ms: float, host_free_pages: int) -> Plan:
+    """What to do now. `host_free_pages`: pages that the RAM tier could still take (R22)."""
+    draft = _Draft(view, now_ms, host_free_pages)
+    limits = view.limits
+    if limits.is_parking_on and limits.preempt_every:
+        draft.park_forced()
+    if limits.is_parking_on and limits.is_planner_on:
+        draft.relieve()
+    if view.parked:
+        draft.restore()
+    if view.waiting and view.free_slots and not draft.is_restore_due:
+        draft.admit()
+    return draft.finish()
+
+
+class _Draft:
+    """A plan in the making, with the page counts as they will be once it is applied."""
+
+    def __init__(self, view: View, now_ms: float, host_free_pages: int) -> None:
+        self._view = view
+        self._now_ms = now_ms
+        self._host_pages = host_free_pages
+        self._available = view.pool.num_available
+        self._leaving = view.pool.num_leaving
+        self._debt = view.debt
+        self._fresh = 0  # pages to allocate for those that enter
+        self._parks: list[Park] = []
+        self._gone = set(view.oversized)  # ids that get no row
+        self._restores: list[Restore] = []
+        self._admissions: list[Admission] = []
+        self._entered: list[tuple[Sequence, int]] = []  # (runs from this step on, its computed tokens)
+        self._refused: Sequence | None = None
+        self.is_restore_due = False
+
+    # Parks
+
+    def park_forced(self) -> None:
+        every = self._view.limits.preempt_every
+        for sequence in self._view.running.values():
+            if sequence.num_generated // every > sequence.num_forced_parks and sequence.id not in self._gone:
+                self._park(sequence, "forced")
+
+    def relieve(self) -> None:
+        if self._debt <= self._available + self._leaving:
+            return
+        for victim in self._victims():
+            if victim.debt or victim.pages:
+                self._park(victim, "pool_full")
+            if self._debt <= self._available + self._leaving:
+                return
+
+    def _victims(self) -> Iterator[Sequence]:
+        return (each for each in self._view.victims() if each.id not in self._gone)
+
+    def _park(self, sequence: Sequence, reason: ParkReason) -> None:
+        tier, num_copied = park_tier(sequence, self._view.limits.page_size, self._host_pages)
+        num_own = self._view.pool.num_own(sequence.pages)
+        # Pages reserved beyond what is computed are not copied, and come free at once.
+        num_own_copied = max(0, num_own - (len(sequence.pages) - num_copied)) if num_copied else 0
+        self._available += num_own - num_own_copied
+        self._leaving += num_own_copied
+        self._host_pages -= num_copied
+        self._debt -= sequence.debt
+        self._gone.add(sequence.id)
+        self._parks.append(Park(sequence, reason, tier))
+
+    # Restores
+
+    def restore(self) -> None:
+        """All that fit, in order; one that does not fit holds up nobody, unless room is being made for it (R6, R7)."""
+        queue = sorted(self._view.parked.values(), key=restore_order)
+        reserve = self._entry_reserve()
+        for sequence in queue:
+            cost = self._cost(sequence)
+            if cost <= self._available - reserve:
+                self._bring_back(sequence)
+                continue
+            self.is_restore_due = True
+            if sequence is queue[0] and self._is_overdue(sequence) and self._make_room(sequence, cost + reserve):
+                return
+
+    def _bring_back(self, sequence: Sequence) -> None:
+        num_cached = self._enter(sequence)
+        assert sequence.tier is not None
+        self._restores.append(Restore(sequence, sequence.tier, num_cached))
+        if sequence.tier is Tier.RECOMPUTE:
+            self._entered.append((sequence, num_cached * self._view.limits.page_size))
+
+    def _is_overdue(self, head: Sequence) -> bool:
+        limits = self._view.limits
+        if not limits.is_planner_on or head.parked_at_ms is None:
+            return False
+        return self._now_ms - head.parked_at_ms > limits.rotation_delay_ms
+
+    def _make_room(self, head: Sequence, needed: int) -> bool:
+        """Rotation. True: the pages that `head` needs are on their way, and nobody may slip into them."""
+        short = needed - self._available - self._leaving
+        if short <= 0:
+            return True
+        victims = self._rotation_victims(short)
+        if not victims:
+            return False
+        size = self._view.limits.page_size
+        if sum(-(-each.num_computed // size) for each in victims) > self._host_pages:
+            self._refused = None if head.is_refusal_told else head
+            return False
+        for victim in victims:
+            self._park(victim, "rotation")
+        return True
+
+    def _rotation_victims(self, short: int) -> list[Sequence]:
+        """The first victim that gives `short` pages alone, else the first few that do together, else none."""
+        latest = self._now_ms - self._view.limits.rotation_delay_ms
+        candidates = [each for each in self._victims() if each.resident_since_ms <= latest]
+        gains = [self._view.pool.num_own(each.pages) + each.debt for each in candidates]
+        for victim, gain in zip(candidates, gains, strict=True):
+            if gain >= short:
+                return [victim]
+        for count in range(2, len(candidates) + 1):
+            if sum(gains[:count]) >= short:
+                return candidates[:count]
+        return []
+
+    # Entering the pool: restores and admissions
+
+    def _entry_reserve(self) -> int:
+        """Pages that those who run may claim before a newcomer does: their runway, asynchronous or not (R9)."""
+        view = self._view
+        runway = view.limits.runway_steps
+        if view.pressure_runway == runway:
+            return max(0, self._debt)
+        return sum(
+            max(0, view.wanted_pages(each, runway) - len(each.pages))
+            for each in view.running.values()
+            if each.id not in self._gone
+        )
+
+    def _cost(self, sequence: Sequence) -> int:
+        """Available pages that it takes to bring all of `sequence` and its runway in."""
+        view = self._view
+        wanted = view.wanted_pages(sequence, view.limits.runway_steps)
+        return wanted - view.cache.num_shared(sequence.tokens, view.match_limit(sequence))
+
+    def _enter(self, sequence: Sequence) -> int:
+        """Counts its pages as taken. Returns how many of them the prompt cache provides."""
+        view = self._view
+        chain = view.cache.match(sequence.tokens, view.match_limit(sequence))
+        wanted = view.wanted_pages(sequence, view.limits.runway_steps)
+        for node in chain:
+            if view.pool.holders[node.page]:
+                continue
+            if view.pool.readers[node.page]:
+                self._leaving -= 1
+            else:
+                self._available -= 1
+        self._available -= wanted - len(chain)
+        self._fresh += wanted - len(chain)
+        return len(chain)
+
+    def admit(self) -> None:
+        """First come, first served. A few smaller ones may pass the head that does not fit, until it is overdue."""
+        view = self._view
+        slots = sorted(view.free_slots)
+        reserve = self._entry_reserve()
+        num_passed = 0
+        for sequence in view.waiting:
+            if len(self._admissions) == len(slots) or num_passed > PASSED_ADMISSIONS:
+                return
+            if sequence.id in self._gone or view.is_behind_leader(sequence):
+                continue
+            if self._cost(sequence) <= self._available - reserve:
+                num_cached = self._enter(sequence)
+                self._admissions.append(Admission(sequence, slots[len(self._admissions)], num_cached))
+                self._entered.append((sequence, num_cached * view.limits.page_size))
+                continue
+            num_passed += 1
+            since = sequence.waiting_since_ms
+            if since is not None and self._now_ms - since > view.limits.rotation_delay_ms:
+                return
+
+    # Rows
+
+    def finish(self) -> Plan:
+        rows = self._rows()
+        will_copy = self._view.is_copying or any(park.tier is Tier.RAM for park in self._parks)
+        will_copy = will_copy or any(restore.tier is Tier.RAM for restore in self._restores)
+        is_freeing = bool(self._gone) and (
+            bool(self._view.oversized) or any(park.tier is Tier.RECOMPUTE for park in self._parks)
+        )
+        return Plan(
+            num_evictions=self._num_evictions(rows),
+            parks=tuple(self._parks),
+            restores=tuple(self._restores),
+            admissions=tuple(self._admissions),
+            failures=tuple(Failure(each, "never_fits") for each in self._view.oversized.values()),
+            rows=tuple(rows),
+            must_wait_for_copy=not rows and will_copy and not is_freeing,
+            refused_rotation=self._refused,
+        )
+
+    def _rows(self) -> list[Row]:
+        """Decode rows, then prompt chunks within `batch_tokens`."""
+        rows: list[Row] = []
+        prompts: list[tuple[Sequence, int]] = []
+        for sequence in self._row_order():
+            computed = sequence.num_computed
+            num_pending = len(sequence.tokens) - computed
+            if num_pending == 1:
+                rows.append(Row(sequence, computed, 1, True))
+            elif num_pending:
+                prompts.append((sequence, computed))
+        if prompts or self._entered:
+            self._add_chunks(rows, prompts + self._entered)
+        return rows
+
+    def _add_chunks(self, rows: list[Row], prompts: list[tuple[Sequence, int]]) -> None:
+        budget = self._view.limits.batch_tokens
+        for sequence, computed in prompts:
+            if not budget:
+                return
+            num_pending = len(sequence.tokens) - computed
+            length = min(num_pending, budget)
+            rows.append(Row(sequence, computed, length, length == num_pending))
+            budget -= length
+
+    def _row_order(self) -> list[Sequence]:
+        """Who runs: all that are not parked; when pages are scarce the leader first, then as many as fit."""
+        view = self._view
+        running = list(view.running.values())
+        if self._gone:
+            running = [each for each in running if each.id not in self._gone]
+        if self._debt <= self._available:
+            return running
+        leader = max(running, key=lambda each: (each.progress, -each.id), default=None)
+        if leader is not None:
+            running.remove(leader)
+            running.insert(0, leader)
+        if not (view.limits.is_planner_on and view.limits.is_parking_on):
+            return running  # the ledger finds out, and takes the last resort
+        return list(self._fitting(running))
+
+    def _fitting(self, running: list[Sequence]) -> Iterator[Sequence]:
+        left = self._available
+        for sequence in running:
+            needed = max(0, self._view.wanted_pages(sequence, 0) - len(sequence.pages))
+            if needed <= left:
+                left -= needed
+                yield sequence
+
+    def _num_evictions(self, rows: list[Row]) -> int:
+        num_free = self._view.pool.num_free
+        if max(0, self._debt) + self._fresh <= num_free:
+            return 0
+        size = self._view.limits.page_size
+        running = self._view.running
+        steps = sum(
+            max(0, -(-(row.start + row.length) // size) - len(row.sequence.pages))
+            for row in rows
+            if row.sequence.id in running
+        )
+        return max(0, self._fresh + steps - num_free)

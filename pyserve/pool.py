@@ -1,0 +1,198 @@
+"""THE KV POOL: page ids, who holds them, and which one to give next.
+
+A page is in exactly one of four conditions, and the four counts always add up to `num_pages` (R12):
+
+    held     at least one sequence uses it (`holders` > 0)
+    leaving  nobody uses it, but a park's copy is still reading it (`readers` > 0)
+    cached   only the prompt cache knows it; it can be evicted
+    free     part of a gap
+
+Sequences that share a prefix share its pages, so holders are counted. A page moves on by itself when its last holder,
+reader and cache entry are gone; nothing else frees a page. That is the whole lifetime rule: a copy in flight keeps its
+pages out of everyone's hands until it lands (R13, R15).
+
+Free pages are kept as gaps: start -> length and end -> start, so that freeing merges with both neighbours in O(1),
+and a heap of gaps by size, whose outdated entries are dropped when they surface. A sequence grows into the page next
+to its last one while that is free; otherwise, and for a new sequence, pages come from the middle of the largest gap,
+so that the sequence before the gap keeps room to grow and sequences growing side by side leave few runs (R16).
+
+Not handled here: which page to evict (prefix.py), whom to park (planner.py), the bytes (kv_store.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
+
+
+class Pool:
+    """`num_pages` pages, numbered from 0. Asking for more than is free is a bug of the caller."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.holders = [0] * num_pages  # sequences that use the page
+        self.readers = [0] * num_pages  # park copies that read the page after its sequence let go
+        self.is_cached = bytearray(num_pages)
+        self.num_free = num_pages
+        self.num_cached = 0  # pages that only the prompt cache holds
+        self.num_leaving = 0
+        self._gap_len = {0: num_pages}
+        self._gap_start = {num_pages: 0}  # by end, exclusive
+        self._largest = [(-num_pages, 0)]
+
+    @property
+    def num_held(self) -> int:
+        return self.num_pages - self.num_free - self.num_cached - self.num_leaving
+
+    @property
+    def num_available(self) -> int:
+        """Free pages and those that eviction can free now."""
+        return self.num_free + self.num_cached
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """`count` free pages, each with one holder, best those that follow page `after`."""
+        assert count <= self.num_free, f"{count} pages asked for, {self.num_free} free"
+        pages: list[int] = []
+        if after is not None and after + 1 in self._gap_len:
+            self._take(after + 1, 0, count, pages)
+        while len(pages) < count:
+            start, length = self._largest_gap()
+            wanted = count - len(pages)
+            is_at_edge = start == 0 or wanted >= length
+            self._take(start, 0 if is_at_edge else (length - wanted) // 2, wanted, pages)
+        for page in pages:
+            self.holders[page] = 1
+        self.num_free -= count
+        return pages
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """One more sequence uses these pages, which are cached."""
+        for page in pages:
+            if not self.holders[page]:
+                self._leave_condition(page)
+            self.holders[page] += 1
+
+    def release(self, pages: Iterable[int]) -> list[int]:
+        """A sequence lets go of `pages`. Returns those that only the cache holds from now on, in the order given."""
+        only_cached = []
+        for page in pages:
+            self.holders[page] -= 1
+            if not self.holders[page] and self._enter_condition(page):
+                only_cached.append(page)
+        return only_cached
+
+    def start_reading(self, pages: Iterable[int]) -> None:
+        """A sequence lets go of `pages`, which a copy goes on reading."""
+        for page in pages:
+            self.readers[page] += 1
+            self.holders[page] -= 1
+            if not self.holders[page] and self.readers[page] == 1:
+                self.num_leaving += 1
+
+    def stop_reading(self, pages: Iterable[int]) -> list[int]:
+        """The copy is done. Returns the pages that only the cache holds from now on."""
+        only_cached = []
+        for page in pages:
+            if not self.holders[page] and self.readers[page] == 1:
+                self.num_leaving -= 1
+                self.readers[page] = 0
+                if self._enter_condition(page):
+                    only_cached.append(page)
+            else:
+                self.readers[page] -= 1
+        return only_cached
+
+    def cache(self, page: int) -> None:
+        """The prompt cache knows this page, which a sequence holds."""
+        self.is_cached[page] = True
+
+    def evict(self, page: int) -> None:
+        """The prompt cache forgets this page, which nobody else holds."""
+        assert self.is_cached[page] and not self.holders[page] and not self.readers[page], f"page {page} is in use"
+        self.is_cached[page] = False
+        self.num_cached -= 1
+        self._free(page)
+
+    def num_own(self, pages: list[int]) -> int:
+        """How many of a sequence's pages no other sequence uses. O(log n): who shares a page shares all before it."""
+        low, high = 0, len(pages)
+        while low < high:
+            middle = (low + high) // 2
+            if self.holders[pages[middle]] > 1:
+                low = middle + 1
+            else:
+                high = middle
+        return len(pages) - low
+
+    def _enter_condition(self, page: int) -> bool:
+        """A page without holders becomes leaving, cached or free. True: it is cached now."""
+        if self.readers[page]:
+            self.num_leaving += 1
+        elif self.is_cached[page]:
+            self.num_cached += 1
+            return True
+        else:
+            self._free(page)
+        return False
+
+    def _leave_condition(self, page: int) -> None:
+        if self.readers[page]:
+            self.num_leaving -= 1
+        else:
+            assert self.is_cached[page], f"page {page} is free and cannot be shared"
+            self.num_cached -= 1
+
+    def _largest_gap(self) -> tuple[int, int]:
+        while True:
+            negative_len, start = self._largest[0]
+            if self._gap_len.get(start) == -negative_len:
+                return start, -negative_len
+            heappop(self._largest)
+
+    def _take(self, start: int, offset: int, count: int, pages: list[int]) -> None:
+        """Up to `count` pages from `offset` on, out of the gap at `start`, appended to `pages`."""
+        length = self._gap_len.pop(start)
+        del self._gap_start[start + length]
+        count = min(count, length - offset)
+        first = start + offset
+        pages.extend(range(first, first + count))
+        if offset:
+            self._add_gap(start, offset)
+        if offset + count < length:
+            self._add_gap(first + count, length - offset - count)
+
+    def _free(self, page: int) -> None:
+        self.num_free += 1
+        start, length = page, 1
+        before = self._gap_start.pop(page, None)
+        if before is not None:
+            length += self._gap_len.pop(before)
+            start = before
+        behind = self._gap_len.pop(page + 1, None)
+        if behind is not None:
+            del self._gap_start[page + 1 + behind]
+            length += behind
+        self._add_gap(start, length)
+
+    def _add_gap(self, start: int, length: int) -> None:
+        self._gap_len[start] = length
+        self._gap_start[start + length] = start
+        heappush(self._largest, (-length, start))
+        if len(self._largest) > 4 * len(self._gap_len) + 64:
+            self._largest = [(-size, first) for first, size in self._gap_len.items()]
+            heapify(self._largest)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError naming the first thing that does not add up."""
+        free = {page for start, length in self._gap_len.items() for page in range(start, start + length)}
+        assert len(free) == sum(self._gap_len.values()) == self.num_free, "gaps overlap or do not match num_free"
+        cached = leaving = 0
+        for page in range(self.num_pages):
+            holders, readers = self.holders[page], self.readers[page]
+            is_used = holders > 0 or readers > 0 or bool(self.is_cached[page])
+            assert holders >= 0 and readers >= 0, f"page {page} has {holders} holders and {readers} readers"
+            assert is_used != (page in free), f"page {page} is {'used and free' if is_used else 'lost'}"
+            cached += not holders and not readers and bool(self.is_cached[page])
+            leaving += not holders and readers > 0
+        assert cached == self.num_cached, f"num_cached is {self.num_cached}, counted {cached}"
+        assert leaving == self.num_leaving, f"num_leaving is {self.num_leaving}, counted {leaving}"

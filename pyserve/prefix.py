@@ -1,0 +1,150 @@
+"""THE PROMPT CACHE: which full pages hold which tokens after which tokens.
+
+A tree: each node is one full page, its children are the pages that may follow, keyed by the tokens in them. Matching a
+prompt walks down from the root. Keys are compared as tokens, so no two prompts are ever confused.
+
+The cache knows pages, it does not keep them from anyone: a page that no sequence holds is there to be evicted whenever
+the pool needs it. A sequence that holds a page holds all pages before it in the tree, because a match takes the whole
+way and a sequence that finds its page already known under another number keeps its own private and registers no more
+(`register` returns None). Hence whatever lies below a page that nobody holds is held by nobody either: every page that
+only the cache holds can be evicted, leaves first.
+
+Eviction takes the least recently used leaf. Leaves wait in a heap by time of last use; a node enters when it is a leaf
+that nobody holds, and entries that no longer describe it are dropped when they surface: O(log n) amortised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
+
+from pyserve.pool import Pool
+
+
+class Node:
+    """One cached page in the tree."""
+
+    __slots__ = ("children", "depth", "key", "last_use", "page", "parent")
+
+    def __init__(self, parent: Node | None, key: tuple[int, ...], page: int) -> None:
+        self.parent = parent
+        self.depth: int = parent.depth + 1 if parent is not None else 0  # pages from the start, this one included
+        self.key = key
+        self.page = page
+        self.children: dict[tuple[int, ...], Node] = {}
+        self.last_use = 0
+
+
+class PrefixCache:
+    """The tree over the pages of `pool`, `page_size` tokens each."""
+
+    def __init__(self, pool: Pool, page_size: int) -> None:
+        self._pool = pool
+        self._page_size = page_size
+        self.root = Node(None, (), 0)  # no page of its own
+        self._nodes: dict[int, Node] = {}  # by page
+        self._leaves: list[tuple[int, int]] = []  # (last use, page), the heap of what can be evicted
+        self._now = 0  # counts uses
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def match(self, tokens: Sequence[int], max_pages: int) -> list[Node]:
+        """The longest known chain of full pages that `tokens` start with, at most `max_pages` of them."""
+        size = self._page_size
+        chain: list[Node] = []
+        node = self.root
+        for start in range(0, max_pages * size, size):
+            child = node.children.get(tuple(tokens[start : start + size]))
+            if child is None:
+                break
+            chain.append(child)
+            node = child
+        return chain
+
+    def num_shared(self, tokens: Sequence[int], max_pages: int) -> int:
+        """How many pages of that chain some sequence holds now, so that sharing them costs no room.
+
+        Stops at the first page that nobody holds: O(1) where nothing is shared.
+        """
+        size = self._page_size
+        node: Node | None = self.root
+        for depth in range(max_pages):
+            assert node is not None
+            node = node.children.get(tuple(tokens[depth * size : (depth + 1) * size]))
+            if node is None or not self._pool.holders[node.page]:
+                return depth
+        return max_pages
+
+    def take(self, chain: list[Node]) -> list[int]:
+        """A sequence holds the pages of `chain` from now on. Returns the pages."""
+        self._now += 1
+        for node in chain:
+            node.last_use = self._now
+        pages = [node.page for node in chain]
+        self._pool.retain(pages)
+        return pages
+
+    def register(self, parent: Node, key: tuple[int, ...], page: int) -> Node | None:
+        """The sequence that holds `parent` filled `page` with `key`. None: another page is known for these tokens."""
+        if key in parent.children:
+            return None
+        node = Node(parent, key, page)
+        parent.children[key] = node
+        self._nodes[page] = node
+        self._pool.cache(page)
+        self._now += 1
+        node.last_use = self._now
+        return node
+
+    def let_go(self, pages: Iterable[int]) -> None:
+        """Nobody holds these cached pages any more."""
+        self._now += 1
+        for page in pages:
+            node = self._nodes[page]
+            node.last_use = self._now
+            if not node.children:
+                self._offer(node)
+
+    def evict(self) -> int:
+        """Frees the least recently used page that nobody holds. There must be one. Returns the page."""
+        while True:
+            last_use, page = heappop(self._leaves)
+            node = self._nodes.get(page)
+            if node is not None and node.last_use == last_use and not node.children and self._is_unheld(page):
+                break
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key]
+        del self._nodes[page]
+        self._pool.evict(page)
+        if parent is not self.root and not parent.children and self._is_unheld(parent.page):
+            self._offer(parent)
+        return page
+
+    def _is_unheld(self, page: int) -> bool:
+        return not self._pool.holders[page] and not self._pool.readers[page]
+
+    def _offer(self, node: Node) -> None:
+        heappush(self._leaves, (node.last_use, node.page))
+        if len(self._leaves) > 2 * len(self._nodes) + 64:
+            self._leaves = [
+                (each.last_use, page)
+                for page, each in self._nodes.items()
+                if not each.children and self._is_unheld(page)
+            ]
+            heapify(self._leaves)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError naming the first thing that does not add up."""
+        offered = set(self._leaves)
+        for page, node in self._nodes.items():
+            assert node.page == page and self._pool.is_cached[page], f"page {page} is not the cache's"
+            assert node.parent is not None and node.parent.children.get(node.key) is node, f"page {page} is cut off"
+            if node.parent is not self.root:
+                assert self._nodes.get(node.parent.page) is node.parent, f"the page before {page} is not cached"
+                is_deeper_held = self._pool.holders[page] > self._pool.holders[node.parent.page]
+                assert not is_deeper_held, f"page {page} has more holders than the page before it"
+            if not node.children and self._is_unheld(page):
+                assert (node.last_use, page) in offered, f"page {page} can never be evicted"
+        assert sum(self._pool.is_cached) == len(self._nodes), "the pool has cached pages that the cache does not know"

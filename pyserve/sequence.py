@@ -1,0 +1,115 @@
+"""One sequence: a prompt with its continuation, and where it stands on its way through slots, pool and tiers."""
+
+from __future__ import annotations
+
+from enum import Enum, StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyserve.prefix import Node
+    from pyserve.types import SequenceRequest
+
+
+class State(Enum):
+    """A sequence's place. Only RUNNING ones get rows; PREEMPTING and RESTORING ones have a copy in flight."""
+
+    WAITING = "waiting"  # no slot yet
+    RUNNING = "running"
+    PREEMPTING = "preempting"  # its pages are being copied out, and are its own until the copy lands
+    PREEMPTED = "preempted"  # parked: a slot, no pages
+    RESTORING = "restoring"  # its pages are reserved and being filled
+    FINISHED = "finished"
+
+
+class Tier(StrEnum):
+    """Where the state of a parked sequence is."""
+
+    RAM = "ram"
+    RECOMPUTE = "recompute"  # nowhere: its tokens are computed again
+
+
+class Sequence:
+    """One prompt with its continuation. Changed by the ledger alone; compared by identity.
+
+    `index` is the sequence's place in its request and `group_id` names the request. `prompt_leader` is the id of
+    the sequence with the same prompt that computes it first; this one is not admitted before that one has computed
+    its prompt or ended, so that it finds the prompt in the cache.
+    """
+
+    __slots__ = (
+        "cache_node",
+        "debt",
+        "group_id",
+        "id",
+        "index",
+        "is_refusal_told",
+        "max_cells",
+        "num_cached",
+        "num_computed",
+        "num_forced_parks",
+        "num_parks",
+        "pages",
+        "parked_at_ms",
+        "parked_cells",
+        "preempted_ms",
+        "progress",
+        "prompt_leader",
+        "prompt_len",
+        "request",
+        "resident_since_ms",
+        "slot",
+        "state",
+        "tier",
+        "tokens",
+        "waiting_since_ms",
+    )
+
+    def __init__(
+        self, id: int, request: SequenceRequest, group_id: int, index: int = 0, prompt_leader: int | None = None
+    ) -> None:
+        self.id = id
+        self.request = request
+        self.group_id = group_id
+        self.index = index
+        self.prompt_leader = prompt_leader
+        self.slot: int | None = None
+        self.state = State.WAITING
+        self.tokens = list(request.prompt)  # prompt, then what was generated
+        self.prompt_len = len(request.prompt)
+        self.num_computed = 0  # tokens whose K and V are in its pages, or in its parked copy
+        self.num_cached = 0  # prompt tokens taken from the prompt cache at admission
+        self.pages: list[int] = []  # at least ceil(num_computed / page_size); more where room is reserved
+        self.num_parks = 0
+        self.parked_at_ms: float | None = None
+        self.tier: Tier | None = None
+        self.parked_cells = 0  # cells in the parked copy
+        self.preempted_ms = 0.0
+        # The planner's own bookkeeping.
+        self.max_cells = 0  # the most cells it can ever need
+        self.debt = 0  # pages that its next step and runway need beyond those it holds
+        self.progress = 0  # the furthest that num_computed ever was; a recomputation does not set it back
+        self.resident_since_ms = 0.0
+        self.waiting_since_ms: float | None = None  # since it heads the waiting queue
+        self.num_forced_parks = 0
+        self.is_refusal_told = False  # the refusal of its rotation was reported for this park
+        self.cache_node: Node | None = None  # the last of its pages that the prompt cache knows; None: do not register
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that are known and not computed yet."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def is_generating(self) -> bool:
+        """Its prompt was computed; a recomputation after a park does not undo that."""
+        return self.num_computed >= self.prompt_len or len(self.tokens) > self.prompt_len
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.id}, {self.state.value}, computed {self.num_computed} of {len(self.tokens)}, "
+            f"{len(self.pages)} pages)"
+        )

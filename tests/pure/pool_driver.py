@@ -1,0 +1,236 @@
+"""An engine without a model, for tests: it drives the real ledger, and its store knows what every cell must hold.
+
+A cell's content is a fingerprint of all tokens up to its position. A row checks every cell that it reads, so a page that
+is reused while a copy still needs it, shared wrongly or restored wrongly fails the test at the step that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from pyserve.ledger import Ledger
+from pyserve.plan import Limits, Plan, Row
+from pyserve.sequence import Sequence, State, Tier
+from pyserve.types import SamplingParams, SequenceRequest
+
+VOCABULARY = 5
+
+
+def next_token(tokens: list[int]) -> int:
+    """What the pretended model says: a function of all tokens before."""
+    value = 7
+    for token in tokens:
+        value = (value * 31 + token + 1) % 1_000_003
+    return value % VOCABULARY
+
+
+def fingerprints(tokens: list[int]) -> list[int]:
+    """What the cell of each position must hold."""
+    value, result = 0, []
+    for token in tokens:
+        value = hash((value, token))
+        result.append(value)
+    return result
+
+
+@dataclass
+class Driver:
+    """Submit, then call `iterate` until `ledger.is_idle`. `host_pages` bounds the RAM tier."""
+
+    limits: Limits
+    host_pages: int = 1 << 30
+    step_ms: float = 10.0
+    now_ms: float = 0.0
+    is_checked: bool = True  # check_integrity after every iteration
+    num_steps: int = 0  # iterations that ran rows
+    num_idle: int = 0  # iterations in a row without rows, while nothing was in flight
+    num_resumed: int = 0
+    next_id: int = 0
+    kv: dict[int, list[int | None]] = field(default_factory=dict)  # page -> fingerprint of each cell
+    host: dict[int, list[list[int | None]]] = field(default_factory=dict)  # sequence id -> parked pages
+    parks_in_flight: dict[int, tuple[Sequence, list[list[int | None]]]] = field(default_factory=dict)
+    restores_in_flight: dict[int, tuple[Sequence, int]] = field(default_factory=dict)  # (sequence, pages it shares)
+    expected: dict[int, list[int]] = field(default_factory=dict)  # sequence id -> prompt
+    finished: list[Sequence] = field(default_factory=list)
+    failed: list[tuple[Sequence, str]] = field(default_factory=list)
+    cancelled: list[Sequence] = field(default_factory=list)
+    park_log: list[tuple[int, str, Tier, int]] = field(default_factory=list)  # (id, reason, tier, generated)
+    restore_log: list[int] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.limits)
+
+    # Arrivals and ends
+
+    def submit(
+        self, prompts: Iterable[list[int]], max_tokens: int | None, *, is_led: bool = False, cache_prompt: bool = True
+    ) -> list[Sequence]:
+        """One request. `is_led`: all wait for the first to compute the prompt."""
+        group = []
+        first_id = self.next_id
+        for index, prompt in enumerate(prompts):
+            request = SequenceRequest(tuple(prompt), SamplingParams(), max_tokens, cache_prompt=cache_prompt)
+            leader = first_id if is_led and index else None
+            group.append(Sequence(self.next_id, request, first_id, index, prompt_leader=leader))
+            self.next_id += 1
+        self.ledger.submit(group)
+        return group
+
+    def cancel(self, sequence: Sequence) -> None:
+        if sequence.state is not State.FINISHED:
+            self.cancelled.append(sequence)
+        self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        is_free = self.ledger.finish(sequence, self.now_ms)
+        is_in_flight = sequence.id in self.parks_in_flight or sequence.id in self.restores_in_flight
+        assert is_free != is_in_flight, f"{sequence}: freed {is_free} with a copy in flight {is_in_flight}"
+        if is_free:
+            self.host.pop(sequence.id, None)
+
+    # Copies
+
+    @property
+    def host_pages_used(self) -> int:
+        return sum(len(pages) for pages in self.host.values())
+
+    def in_flight(self) -> list[int]:
+        return [*self.parks_in_flight, *self.restores_in_flight]
+
+    def land(self, id: int, *, is_failed: bool = False) -> None:
+        """One copy lands, or fails."""
+        if id in self.parks_in_flight:
+            self._land_park(id, is_failed)
+        else:
+            self._land_restore(id, is_failed)
+
+    def _land_park(self, id: int, is_failed: bool) -> None:
+        sequence, content = self.parks_in_flight.pop(id)
+        now_there = [list(self.kv[page]) for page in sequence.pages[: len(content)]]
+        # Cells beyond the computed ones may be anything; these must be as they were when the copy began.
+        assert now_there == content, f"a page of {sequence} was written while its copy was in flight"
+        self.host[id] = content
+        if is_failed:
+            self.ledger.park_failed(sequence)
+        else:
+            self.ledger.park_landed(sequence)
+        if is_failed or sequence.state is State.FINISHED:
+            del self.host[id]
+
+    def _land_restore(self, id: int, is_failed: bool) -> None:
+        sequence, num_shared = self.restores_in_flight.pop(id)
+        content = self.host.pop(id)
+        for page, cells in list(zip(sequence.pages, content, strict=False))[num_shared:]:
+            self.kv[page] = [None] * self.limits.page_size if is_failed else list(cells)
+        if is_failed:
+            self.ledger.restore_failed(sequence)
+        else:
+            self.ledger.restore_landed(sequence)
+
+    # One iteration
+
+    def iterate(self, landing: Callable[[list[int]], Iterable[int]] = lambda ids: ids) -> Plan:
+        """Lands the copies that `landing` picks, plans, applies, runs the step. Returns the applied plan."""
+        for id in list(landing(self.in_flight())):
+            self.land(id)
+        plan = self._plan()
+        while not self.limits.is_async and (plan.parks or plan.restores):
+            for id in self.in_flight():
+                self.land(id)
+            plan = self._plan()
+        self._check_liveness(plan)
+        self._step(plan.rows)
+        if plan.must_wait_for_copy:
+            assert self.in_flight(), "waits for a copy, and none is in flight"
+            self.land(self.in_flight()[0])
+        self.now_ms += self.step_ms
+        if self.is_checked:
+            self.ledger.check_integrity()
+        return plan
+
+    def run(self, max_iterations: int) -> None:
+        """Until everybody ended; fails when that takes too long."""
+        for _ in range(max_iterations):
+            if self.ledger.is_idle:
+                return
+            self.iterate()
+        raise AssertionError(f"still busy after {max_iterations} iterations: {list(self.ledger._view.live.values())}")
+
+    def _plan(self) -> Plan:
+        leader = self.ledger._view.leader()
+        in_flight = sum(len(content) for _, content in self.parks_in_flight.values())
+        plan = self.ledger.plan(self.now_ms, max(0, self.host_pages - self.host_pages_used - in_flight))
+        plan = self.ledger.apply(plan, self.now_ms)
+        self.plans.append(plan)
+        for failure in plan.failures:
+            self.failed.append((failure.sequence, failure.reason))
+            assert failure.sequence.state is State.FINISHED
+        for park in plan.parks:
+            sequence = park.sequence
+            if park.reason != "forced":
+                assert sequence is not leader, f"the leader was parked: {sequence}"
+            self.park_log.append((sequence.id, park.reason, park.tier, sequence.num_generated))
+            if park.tier is Tier.RAM:
+                num_copied = -(-sequence.num_computed // self.limits.page_size)
+                assert num_copied, "a copy of no page"
+                content = [list(self.kv[page]) for page in sequence.pages[:num_copied]]
+                self.parks_in_flight[sequence.id] = (sequence, content)
+        assert self.host_pages_used + sum(len(c) for _, c in self.parks_in_flight.values()) <= self.host_pages
+        for restore in plan.restores:
+            self.restore_log.append(restore.sequence.id)
+            if restore.tier is Tier.RAM:
+                assert restore.cached_pages < len(self.host[restore.sequence.id]), "a copy of no page"
+                self.restores_in_flight[restore.sequence.id] = (restore.sequence, restore.cached_pages)
+        return plan
+
+    def _check_liveness(self, plan: Plan) -> None:
+        if plan.rows or self.in_flight() or self.ledger.is_idle or plan.failures:
+            self.num_idle = 0
+            return
+        assert not plan.must_wait_for_copy, "waits for a copy, and none is in flight"
+        self.num_idle += 1
+        assert self.num_idle < 3, f"nothing moves: {list(self.ledger._view.live.values())}"
+
+    def _step(self, rows: tuple[Row, ...]) -> None:
+        assert len({row.sequence.id for row in rows}) == len(rows), "a sequence has two rows"
+        chunks = [row.length for row in rows if row.sequence.num_pending > 1]
+        assert sum(chunks) <= self.limits.batch_tokens, "more prompt tokens than a step takes"
+        sampled = {}
+        for row in rows:
+            self._compute(row)
+            if row.samples:
+                sampled[row.sequence.id] = next_token(row.sequence.tokens)
+        if rows:
+            self.num_steps += 1
+        self.ledger.step_done(rows, sampled)
+        for row in rows:
+            self._end_at_length(row.sequence)
+
+    def _compute(self, row: Row) -> None:
+        sequence, size = row.sequence, self.limits.page_size
+        assert sequence.state is State.RUNNING and row.start == sequence.num_computed and row.length > 0
+        end = row.start + row.length
+        assert row.samples == (end == len(sequence.tokens))
+        assert len(sequence.pages) * size >= end, f"{sequence} has no page for position {end - 1}"
+        marks = fingerprints(sequence.tokens)
+        for position in range(row.start):
+            held = self.kv[sequence.pages[position // size]][position % size]
+            assert held == marks[position], f"{sequence} reads a wrong cell at {position}"
+        for position in range(row.start, end):
+            page = sequence.pages[position // size]
+            assert self.ledger._view.pool.holders[page] == 1, f"{sequence} writes a page that others use"
+            assert not self.ledger._view.pool.readers[page], f"{sequence} writes a page that a copy reads"
+            self.kv.setdefault(page, [None] * size)[position % size] = marks[position]
+
+    def _end_at_length(self, sequence: Sequence) -> None:
+        request = sequence.request
+        is_long = request.max_tokens is not None and sequence.num_generated >= request.max_tokens
+        if is_long or len(sequence.tokens) > self.limits.context_len:
+            self._end(sequence)
+            self.finished.append(sequence)
+            tokens = list(request.prompt)
+            while len(tokens) < len(sequence.tokens):
+                tokens.append(next_token(tokens))
+            assert tokens == sequence.tokens, f"{sequence} said something else than alone"
