@@ -143,7 +143,6 @@ def make_gguf(
     for key, value in (_gguf_fields(shape) | dict(metadata or {})).items():
         full_key = key if key.startswith(("general.", "tokenizer.", "split.")) else f"{shape.arch}.{key}"
         _add_field(writer, full_key, value)
-    _add_tokenizer(writer, shape)
     rng = np.random.default_rng(shape.seed)
     for name, values in (random_tensors(shape) | (tensors or {})).items():
         if shape.arch == "llama" and name.split(".")[-2] in ("attn_q", "attn_k"):
@@ -191,6 +190,7 @@ def random_blocks(type_name: str, rows: int, columns: int, rng: np.random.Genera
 
 
 def _gguf_fields(shape: Shape) -> dict[str, Any]:
+    tokens, merges = vocabulary(shape.vocab_size)
     return {
         "general.name": f"tiny {shape.arch}",
         "block_count": shape.layers,
@@ -206,6 +206,12 @@ def _gguf_fields(shape: Shape) -> dict[str, Any]:
         "rope.freq_base": 10000.0,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token.startswith("<|") else 1 for token in tokens],  # control, normal
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": tokens.index("<|endoftext|>"),
+        "tokenizer.ggml.eos_token_id": tokens.index("<|im_end|>"),
+        "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": CHAT_TEMPLATE,
     }
 
@@ -221,17 +227,6 @@ def _add_field(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_string(key, value)
     else:
         writer.add_array(key, value)
-
-
-def _add_tokenizer(writer: gguf.GGUFWriter, shape: Shape) -> None:
-    tokens, merges = vocabulary(shape.vocab_size)
-    kinds = [gguf.TokenType.CONTROL if token.startswith("<|") else gguf.TokenType.NORMAL for token in tokens]
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
-    writer.add_token_merges(merges)
-    writer.add_bos_token_id(tokens.index("<|endoftext|>"))
-    writer.add_eos_token_id(tokens.index("<|im_end|>"))
-    writer.add_add_bos_token(False)
 
 
 def _add_tensor(
