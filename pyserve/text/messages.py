@@ -1,0 +1,104 @@
+"""Chat messages as clients send them, checked and put into the form that templates take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pyserve.errors import InvalidRequest
+
+
+def prepare(messages: object, *, is_developer_known: bool) -> list[dict[str, Any]]:
+    """A copy of `messages` that templates understand. Raises InvalidRequest naming the message at fault.
+
+    Content becomes one text: null and missing are "", the texts of a list of parts are joined by newlines. The role
+    `developer` becomes `system` unless the template knows it. Arguments of tool calls given as JSON become objects.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise _bad("messages must be a list with at least one message")
+    prepared = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise _bad(f"messages[{i}] must be an object")
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise _bad(f"messages[{i}].role must be a string")
+        if role == "developer" and not is_developer_known:
+            role = "system"
+        copy = {**message, "role": role, "content": _content(message.get("content"), f"messages[{i}].content")}
+        if message.get("tool_calls") is not None:
+            copy["tool_calls"] = _tool_calls(message["tool_calls"], f"messages[{i}].tool_calls")
+        prepared.append(copy)
+    return prepared
+
+
+def with_argument_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`messages` with the arguments of tool calls as JSON texts, for templates that paste them as they are."""
+    return [
+        {**message, "tool_calls": [_with_argument_text(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def _content(content: object, where: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise _bad(f"{where} must be a string, a list of parts or null")
+    return "\n".join(_part(part, f"{where}[{j}]") for j, part in enumerate(content))
+
+
+def _part(part: object, where: str) -> str:
+    if not isinstance(part, Mapping):
+        raise _bad(f"{where} must be an object")
+    kind = part.get("type")
+    if kind not in ("text", "input_text", "output_text", "refusal"):
+        raise _bad(f"{where}.type {kind!r} is not supported; only text is")
+    field = "refusal" if kind == "refusal" else "text"
+    text = part.get(field)
+    if not isinstance(text, str):
+        raise _bad(f"{where}.{field} must be a string")
+    return text
+
+
+def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise _bad(f"{where} must be a list")
+    return [_tool_call(call, f"{where}[{j}]") for j, call in enumerate(calls)]
+
+
+def _tool_call(call: object, where: str) -> dict[str, Any]:
+    if not isinstance(call, Mapping):
+        raise _bad(f"{where} must be an object")
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise _bad(f"{where}.function must be an object with a name")
+    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+
+
+def _arguments(arguments: object) -> object:
+    """The object in a JSON text; anything else as it is, since a model may have written broken arguments."""
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _with_argument_text(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
+
+
+def _bad(message: str) -> InvalidRequest:
+    return InvalidRequest(message, param="messages")
