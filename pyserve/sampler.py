@@ -1,12 +1,11 @@
-"""Logits -> token ids: bans, bias and penalties, log-probabilities, then one call that picks a token for every row.
+"""Logits -> token ids: bias, penalties and bans, log-probabilities, then the kernel that draws.
 
 Each row is adjusted and sampled by itself, in one fixed order of arithmetic, and its random number is a function of
 (seed, position). So a row gives the same token alone, in any company, and after any number of parks (R37).
 
 Order for a row: logit_bias, then the penalties as llama.cpp applies them (a window of `repeat_last_n` tokens, the
 prompt's included), then bans, which come last so that nothing lifts them; log-probabilities are taken here; then
-truncation and temperature in the kernel. What is impossible (NaN, -inf, banned) is the lowest float from then on: the
-kernel sees finite numbers only, and a row in which everything is impossible still gives some token.
+truncation and temperature in the kernel, which never picks NaN or minus infinity while there is another logit.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from pyserve import ops
 from pyserve.types import SamplingParams, TokenLogprobs
 
 _LOWEST = torch.finfo(torch.float32).min
 _HIGHEST = torch.finfo(torch.float32).max
+_NEVER = float("-inf")
 
 
 @dataclass(slots=True)
@@ -42,11 +41,10 @@ class Sampled:
 
 
 def sample(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[Sampled]:
-    """Pick the next token of every row. `logits`: f32 [rows, vocab], changed in place; NaN counts as impossible."""
+    """Pick the next token of every row. `logits`: f32 [rows, vocab], changed in place."""
     assert logits.shape[0] == len(requests), "one request for each row of the logits"
     for row, request in enumerate(requests):
         _adjust(logits[row], request)
-    logits.nan_to_num_(nan=_LOWEST, posinf=_HIGHEST, neginf=_LOWEST)
     tokens = _pick(logits, requests)
     return [
         Sampled(token, _wanted_logprobs(logits[row], token, request.params))
@@ -59,7 +57,7 @@ def token_logprobs(logits: torch.Tensor, token: int, num_top: int) -> TokenLogpr
 
     Probability 0 is the lowest float, which JSON can carry, and not -inf.
     """
-    usable = logits.nan_to_num(nan=_LOWEST, posinf=_HIGHEST, neginf=_LOWEST)
+    usable = logits.nan_to_num(nan=_NEVER, posinf=_HIGHEST, neginf=_NEVER)
     logprobs = torch.log_softmax(usable, dim=-1).nan_to_num_(nan=_LOWEST, neginf=_LOWEST)  # [vocab]
     return TokenLogprobs(token, float(logprobs[token]), _most_probable(logprobs, num_top))
 
@@ -91,7 +89,7 @@ def _adjust(logits: torch.Tensor, request: SampleRequest) -> None:
     num_generated = len(request.tokens) - request.prompt_len
     banned = [token for token, until in params.banned_until if num_generated < until and 0 <= token < vocab_size]
     if banned:
-        logits[torch.tensor(banned)] = _LOWEST
+        logits[torch.tensor(banned)] = _NEVER
 
 
 def _penalise(logits: torch.Tensor, request: SampleRequest) -> None:
@@ -110,19 +108,17 @@ def _penalise(logits: torch.Tensor, request: SampleRequest) -> None:
 
 
 def _pick(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int]:
-    """One token id for each row, in one call that holds no lock of the interpreter."""
-    params = [request.params for request in requests]
-    tokens = ops.sample_rows(
-        logits,
-        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
-        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64),
-        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
-        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
-        seed=torch.tensor([_signed(p.seed) for p in params], dtype=torch.int64),
-        position=torch.tensor([len(request.tokens) for request in requests], dtype=torch.int64),
+    """One token id for each row."""
+    return [_pick_row(logits[row], request) for row, request in enumerate(requests)]
+
+
+def _pick_row(logits: torch.Tensor, request: SampleRequest) -> int:
+    params, position = request.params, len(request.tokens)
+    seed = _signed(params.seed)
+    token: int = torch.ops.pyserve.sample_row(
+        logits, params.temperature, params.top_k, params.top_p, params.min_p, seed, position
     )
-    picked: list[int] = tokens.tolist()
-    return picked
+    return token
 
 
 def _signed(seed: int) -> int:

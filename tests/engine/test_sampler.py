@@ -25,7 +25,7 @@ def one(logits: list[float], params: SamplingParams, tokens: list[int] | None = 
 
 def draws(logits: list[float], params: SamplingParams, num_draws: int, *, seed: int = 1) -> Counter[int]:
     """Tokens drawn at positions 1, 2, ... of one seed: what a sequence with constant logits would generate."""
-    requests = [SampleRequest(replace(params, seed=seed), [0] * position, 1) for position in range(1, num_draws + 1)]
+    requests = [SampleRequest(replace(params, seed=seed), range(position), 1) for position in range(1, num_draws + 1)]
     return Counter(sampled.token for sampled in sample(torch.tensor([logits]).repeat(num_draws, 1), requests))
 
 
