@@ -1,1 +1,28 @@
+"""The kernels and the step program. Importing this package loads the extension, and builds it first where there is no build of these sources."""
 
+from __future__ import annotations
+
+from pyserve.ops import build
+
+build.load()
+
+from pyserve.ops.kv import allocate_pool, page_bytes  # noqa: E402  what follows needs the extension
+from pyserve.ops.program import AttentionShape, Program, Register, RopeTable, StepBatch  # noqa: E402
+from pyserve.ops.stream import CopyEvent, CopyStream, Fence, copy_pages  # noqa: E402
+from pyserve.ops.weights import PackedWeight, pack  # noqa: E402
+
+__all__ = [
+    "AttentionShape",
+    "CopyEvent",
+    "CopyStream",
+    "Fence",
+    "PackedWeight",
+    "Program",
+    "Register",
+    "RopeTable",
+    "StepBatch",
+    "allocate_pool",
+    "copy_pages",
+    "pack",
+    "page_bytes",
+]

@@ -1,0 +1,275 @@
+#include "program.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "../check.h"
+
+namespace pyserve {
+namespace {
+
+constexpr int64_t q8_block = 32;  // columns under one scale
+
+bool is_quantised(WeightType type) { return type != WeightType::f32 && type != WeightType::f16 && type != WeightType::bf16; }
+
+bool has_common(const std::vector<int64_t>& left, const std::vector<int64_t>& right) {
+  return std::any_of(left.begin(), left.end(), [&](int64_t item) { return std::find(right.begin(), right.end(), item) != right.end(); });
+}
+
+template <class T>
+T* zeros(int64_t count) {
+  const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
+  void* memory = std::aligned_alloc(64, std::max<size_t>(bytes, 64));
+  if (memory == nullptr) throw std::bad_alloc();
+  std::memset(memory, 0, std::max<size_t>(bytes, 64));
+  return static_cast<T*>(memory);
+}
+
+// [first, last) of `count` things for this share
+std::pair<int64_t, int64_t> part(int64_t count, Share share) { return {count * share.index / share.count, count * (share.index + 1) / share.count}; }
+
+}  // namespace
+
+void check_attention_shape(const AttentionShape& shape) {
+  check(shape.layer >= 0, "layer must not be negative");
+  check(shape.num_heads > 0 && shape.num_kv_heads > 0 && shape.num_heads % shape.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads, not ",
+        shape.num_heads, " of ", shape.num_kv_heads);
+  check(shape.head_dim >= 8 && shape.head_dim <= 256 && shape.head_dim % 8 == 0, "head_dim must be a multiple of 8 in 8..256, not ", shape.head_dim);
+}
+
+void check_step_rows(const StepRows& rows, int64_t num_sequences, int64_t max_positions, const Pool& pool) {
+  check_range(rows.positions, rows.num_rows, max_positions, "positions");
+  check_range(rows.sequences, rows.num_rows, num_sequences, "sequences");
+  for (int64_t i = 0; i < rows.num_rows; ++i) {
+    const bool is_last = i + 1 == rows.num_rows || rows.sequences[i + 1] != rows.sequences[i];
+    if (!is_last) {
+      check(rows.positions[i + 1] > rows.positions[i], "positions[", i + 1, "] is ", rows.positions[i + 1], ": must ascend within a sequence");
+      continue;
+    }
+    const int64_t num_pages = rows.positions[i] / pool.page_size + 1;
+    check(num_pages <= rows.page_table_width, "page_table: position ", rows.positions[i], " needs ", num_pages, " columns, not ", rows.page_table_width);
+    check_range(rows.page_table + rows.sequences[i] * rows.page_table_width, num_pages, pool.num_pages, "page_table: page");
+  }
+}
+
+void Program::Free::operator()(void* memory) const { std::free(memory); }
+
+Activations Program::Register::view() const { return Activations{f32.get(), q8.get(), q8_scale.get(), q8_sum.get(), width}; }
+
+Program::Program(int64_t max_tokens, int64_t max_samples, int num_threads) : max_tokens_(max_tokens), max_samples_(max_samples), team_(num_threads) {
+  check(max_tokens > 0 && max_tokens <= INT32_MAX, "max_tokens must be positive, not ", max_tokens);
+  check(max_samples > 0 && max_samples <= max_tokens, "max_samples must be in 1..max_tokens, not ", max_samples);
+}
+
+int64_t Program::buffer(int64_t width) {
+  check_open();
+  check(width > 0, "width must be positive, not ", width);
+  registers_.emplace_back().width = width;
+  return static_cast<int64_t>(registers_.size()) - 1;
+}
+
+void Program::embed(const PackedWeight& table, int64_t out, float scale) {
+  Register* to = &writable(out, "out", table.cols, false);
+  vocab_size_ = std::min(vocab_size_, table.rows);
+  check(!is_on_samples_, "embed must come before take_rows");
+  add([=](const Step& step, int64_t num_rows, Share share) { pyserve::embed(table, step.batch.tokens, num_rows, scale, to->f32.get(), share); }, {}, {out});
+}
+
+void Program::rms_norm(int64_t x, const float* weight, int64_t weight_len, float eps, int64_t out) {
+  const Register* from = &readable(x, "x");
+  check_equal(weight_len, from->width, "weight: its length");
+  check(eps >= 0, "eps must not be negative");
+  check(x != out, "out must be another register than x");
+  Register* to = &writable(out, "out", from->width, true);
+  add([=](const Step&, int64_t num_rows, Share share) { pyserve::rms_norm(from->f32.get(), weight, eps, to->view(), num_rows, share); }, {x}, {out});
+}
+
+void Program::linear(int64_t x, const std::vector<PackedWeight>& weights, const std::vector<const float*>& biases, int64_t out, bool accumulate) {
+  const Register* from = &readable(x, "x");
+  check(!weights.empty(), "weights must not be empty");
+  check_equal(static_cast<int64_t>(biases.size()), static_cast<int64_t>(weights.size()), "biases: their number");
+  check(x != out, "out must be another register than x");
+  int64_t width = 0;
+  bool reads_q8 = false;
+  for (const PackedWeight& weight : weights) {
+    check_equal(weight.cols, from->width, "weights: the columns of each");
+    width += weight.rows;
+    reads_q8 = reads_q8 || is_quantised(weight.type);
+  }
+  if (reads_q8) need_q8(x);
+  if (accumulate) readable(out, "out");
+  Register* to = &writable(out, "out", width, false);
+  // Every member does its share of each product; no barrier between them, since they read one register and write columns of their own.
+  add(
+      [=](const Step&, int64_t num_rows, Share share) {
+        float* columns = to->f32.get();
+        for (size_t i = 0; i < weights.size(); ++i) {
+          pyserve::linear(weights[i], from->view(), biases[i], columns, width, num_rows, accumulate, share);
+          columns += weights[i].rows;
+        }
+      },
+      {x}, {out});
+}
+
+void Program::rope_kv_write(int64_t qkv, const AttentionShape& shape, const RopeTable& rope, const HeadNorm& norm) {
+  Register* to = &readable(qkv, "qkv");
+  note_shape(shape);
+  writable(qkv, "qkv", (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, false);
+  check(rope.rotary_dim > 0 && rope.rotary_dim % 2 == 0 && rope.rotary_dim <= shape.head_dim, "rope: rotary_dim must be even and in 2..", shape.head_dim,
+        ", not ", rope.rotary_dim);
+  check(rope.max_positions > 0, "rope: the tables must have a row for each position");
+  max_positions_ = std::min(max_positions_, rope.max_positions);
+  add(
+      [=](const Step& step, int64_t, Share share) {
+        pyserve::rope_kv_write(to->f32.get(), shape.num_heads, rope, norm, step.pool, shape.layer, step.batch.rows, share);
+      },
+      {qkv}, {qkv, pool_layer(shape.layer)});
+}
+
+void Program::attention(int64_t qkv, int64_t out, const AttentionShape& shape, float scale, int64_t window, float softcap) {
+  const Register* from = &readable(qkv, "qkv");
+  note_shape(shape);
+  check_equal(from->width, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, "qkv: its width");
+  check(window >= 0, "window must not be negative");
+  check(softcap >= 0, "softcap must not be negative");
+  check(qkv != out, "out must be another register than qkv");
+  Register* to = &writable(out, "out", shape.num_heads * shape.head_dim, shape.head_dim % q8_block == 0);
+  const AttentionSpec spec{shape.num_heads, shape.layer, scale, softcap, window};
+  add([=](const Step& step, int64_t, Share share) { pyserve::attention(from->f32.get(), spec, step.pool, step.batch.rows, to->view(), share); },
+      {qkv, pool_layer(shape.layer)}, {out});
+}
+
+void Program::gated_activation(int64_t gate_up, int64_t out, Activation kind) {
+  const Register* from = &readable(gate_up, "gate_up");
+  check(gate_up != out, "out must be another register than gate_up");
+  check(from->width % 2 == 0, "gate_up: its width must be even, not ", from->width);
+  Register* to = &writable(out, "out", from->width / 2, true);
+  add([=](const Step&, int64_t num_rows, Share share) { pyserve::gated_activation(kind, from->f32.get(), to->view(), num_rows, share); }, {gate_up}, {out});
+}
+
+void Program::take_rows(int64_t x, int64_t out) {
+  const Register* from = &readable(x, "x");
+  check(!is_on_samples_, "take_rows may come once only");
+  check(x != out, "out must be another register than x");
+  is_on_samples_ = true;
+  Register* to = &writable(out, "out", from->width, false);
+  add(
+      [=](const Step& step, int64_t num_rows, Share share) {
+        const auto [first, last] = part(num_rows, share);
+        for (int64_t i = first; i < last; ++i) {
+          std::memcpy(&to->f32[i * to->width], &from->f32[step.batch.sample_rows[i] * to->width], static_cast<size_t>(to->width) * sizeof(float));
+        }
+      },
+      {x}, {out});
+}
+
+void Program::set_logits(int64_t x) {
+  readable(x, "logits");
+  check(is_on_samples_, "logits must hold sample rows: take_rows must come before");
+  for (Register& target : registers_) allocate(target);
+  logits_ = x;
+}
+
+void Program::allocate(Register& target) {
+  const int64_t rows = target.holds_tokens ? max_tokens_ : max_samples_;
+  target.f32.reset(zeros<float>(rows * target.width));
+  if (!target.needs_q8) return;
+  target.q8.reset(zeros<int8_t>(rows * target.width));
+  target.q8_scale.reset(zeros<float>(rows * target.width / q8_block));
+  target.q8_sum.reset(zeros<int32_t>(rows * target.width / q8_block));
+}
+
+void Program::check_open() const { check(!logits_.has_value(), "the program is complete: nothing may follow set_logits"); }
+
+Program::Register& Program::reg(int64_t index, const char* name) {
+  check_open();
+  check(index >= 0 && index < static_cast<int64_t>(registers_.size()), name, " is no register of this program");
+  return registers_[static_cast<size_t>(index)];
+}
+
+Program::Register& Program::readable(int64_t index, const char* name) {
+  Register& found = reg(index, name);
+  check(found.rows != Rows::none, name, " is read before anything wrote it");
+  check((found.rows == Rows::samples) == is_on_samples_, name, " holds token rows: after take_rows only sample rows can be read");
+  return found;
+}
+
+Program::Register& Program::writable(int64_t index, const char* name, int64_t width, bool fills_q8) {
+  Register& found = reg(index, name);
+  check_equal(found.width, width, (std::string(name) + ": its width").c_str());
+  found.rows = is_on_samples_ ? Rows::samples : Rows::tokens;
+  found.holds_tokens = found.holds_tokens || !is_on_samples_;
+  found.has_q8 = fills_q8;
+  return found;
+}
+
+void Program::need_q8(int64_t x) {
+  Register* target = &reg(x, "x");
+  check(target->width % q8_block == 0, "x: its width must be a multiple of ", q8_block, " for a quantised product, not ", target->width);
+  target->needs_q8 = true;
+  if (target->has_q8) return;
+  add([=](const Step&, int64_t num_rows, Share share) { pyserve::quantise(target->view(), num_rows, share); }, {x}, {x});
+  target->has_q8 = true;
+}
+
+void Program::add(Kernel kernel, const std::vector<int64_t>& read, const std::vector<int64_t>& written) {
+  const bool needs_barrier = has_common(read, written_) || has_common(written, written_) || has_common(written, read_);
+  if (needs_barrier) {
+    read_.clear();
+    written_.clear();
+  }
+  read_.insert(read_.end(), read.begin(), read.end());
+  written_.insert(written_.end(), written.begin(), written.end());
+  instructions_.push_back(Instruction{std::move(kernel), is_on_samples_, needs_barrier});
+}
+
+void Program::note_shape(const AttentionShape& shape) {
+  check(!is_on_samples_, "attention must come before take_rows");
+  check_attention_shape(shape);
+  if (shape_) {
+    check_equal(shape.num_kv_heads, shape_->num_kv_heads, "num_kv_heads");
+    check_equal(shape.head_dim, shape_->head_dim, "head_dim");
+  }
+  shape_ = shape;
+  num_layers_ = std::max(num_layers_, shape.layer + 1);
+}
+
+void Program::check_pool(const Pool& pool) const {
+  if (!shape_) return;
+  check(pool.num_layers >= num_layers_, "kv: must have ", num_layers_, " layers, not ", pool.num_layers);
+  check_equal(pool.num_kv_heads, shape_->num_kv_heads, "kv: its kv heads");
+  check_equal(pool.head_dim, shape_->head_dim, "kv: its head_dim");
+  check(pool.page_size > 0 && pool.num_pages > 0, "kv: must not be empty");
+}
+
+void Program::check_batch(const Batch& batch, const Pool& pool) const {
+  check(batch.rows.num_rows > 0 && batch.rows.num_rows <= max_tokens_, "tokens: their number must be in 1..", max_tokens_, ", not ", batch.rows.num_rows);
+  check(batch.num_samples >= 0 && batch.num_samples <= max_samples_, "sample_rows: their number must be in 0..", max_samples_, ", not ", batch.num_samples);
+  check_range(batch.tokens, batch.rows.num_rows, vocab_size_, "tokens");
+  check_range(batch.sample_rows, batch.num_samples, batch.rows.num_rows, "sample_rows");
+  if (shape_) check_step_rows(batch.rows, batch.num_sequences, max_positions_, pool);
+}
+
+const float* Program::run(const Batch& batch, const Pool& pool) {
+  check(logits_.has_value(), "the program is not complete: set_logits must come before run");
+  std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
+  check(lock.owns_lock(), "the program is running: one run at a time");
+  check_pool(pool);
+  check_batch(batch, pool);
+  const Step step{batch, pool};
+  team_.run([&](Share share) { execute(step, share); });
+  return registers_[static_cast<size_t>(*logits_)].f32.get();
+}
+
+void Program::execute(const Step& step, Share share) {
+  for (const Instruction& instruction : instructions_) {
+    const int64_t num_rows = instruction.is_on_samples ? step.batch.num_samples : step.batch.rows.num_rows;
+    if (num_rows == 0) continue;  // by every member alike, so that the barriers stay in step
+    if (instruction.needs_barrier) team_.barrier();
+    instruction.kernel(step, num_rows, share);
+  }
+}
+
+}  // namespace pyserve

@@ -1,0 +1,118 @@
+// A model's step as a fixed list of kernel calls.
+//
+// The list is made once, at load: every shape, width and type is checked then, so that a run checks only its batch. `run` wakes the thread team once; each
+// member walks the whole list and does its Share of each instruction. A barrier stands in front of an instruction only if it touches a register (or a layer of
+// the pool) that a member may still be writing or reading since the last barrier.
+//
+// Registers are buffers that the program owns: float [rows, width], 64-byte aligned, zero at first. What is computed before `take_rows` has one row a token,
+// what comes after has one row a sample. `set_logits` closes the list and allocates: a register that only ever holds sample rows gets max_samples rows, so the
+// logits of a whole prompt chunk are never made room for. A register that a quantised product reads has an int8 half as well, filled by the instruction that
+// writes the register where its kernel can (norm, activation, attention), else by a `quantise` of its own.
+//
+// Pointers to weights are the caller's to keep alive. One run at a time; not copyable.
+#pragma once
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../ops.h"
+#include "team.h"
+
+namespace pyserve {
+
+struct Batch {
+  const int32_t* tokens;       // [rows.num_rows]
+  StepRows rows;
+  int64_t num_sequences;
+  const int32_t* sample_rows;  // [num_samples]: rows whose logits are wanted
+  int64_t num_samples;
+};
+
+struct AttentionShape {
+  int64_t layer, num_heads, num_kv_heads, head_dim;
+};
+
+// Checks shared with the single ops; what they throw names the argument.
+void check_attention_shape(const AttentionShape& shape);
+void check_step_rows(const StepRows& rows, int64_t num_sequences, int64_t max_positions, const Pool& pool);
+
+class Program {
+ public:
+  Program(int64_t max_tokens, int64_t max_samples, int num_threads);
+
+  int64_t buffer(int64_t width);
+  void embed(const PackedWeight& table, int64_t out, float scale);
+  void rms_norm(int64_t x, const float* weight, int64_t weight_len, float eps, int64_t out);
+  // Biases: as many as weights, null where there is none. Outputs stand side by side in `out`.
+  void linear(int64_t x, const std::vector<PackedWeight>& weights, const std::vector<const float*>& biases, int64_t out, bool accumulate);
+  void rope_kv_write(int64_t qkv, const AttentionShape& shape, const RopeTable& rope, const HeadNorm& norm);
+  void attention(int64_t qkv, int64_t out, const AttentionShape& shape, float scale, int64_t window, float softcap);
+  void gated_activation(int64_t gate_up, int64_t out, Activation kind);
+  void take_rows(int64_t x, int64_t out);
+  void set_logits(int64_t x);
+
+  // Returns the logits [batch.num_samples, logits_width()], valid until the next run. Blocks; throws std::invalid_argument for a batch or pool that does not fit.
+  const float* run(const Batch& batch, const Pool& pool);
+  int64_t logits_width() const { return registers_.at(static_cast<size_t>(logits_.value())).width; }
+
+ private:
+  enum class Rows { none, tokens, samples };  // what a register holds
+  struct Free {
+    void operator()(void* memory) const;
+  };
+  template <class T>
+  using Memory = std::unique_ptr<T[], Free>;
+  struct Register {
+    int64_t width;
+    Rows rows = Rows::none;
+    bool holds_tokens = false;  // at any time: decides how many rows to allocate
+    bool needs_q8 = false;      // a quantised product reads it
+    bool has_q8 = false;        // the last instruction that wrote it fills q8
+    Memory<float> f32;
+    Memory<int8_t> q8;
+    Memory<float> q8_scale;
+    Memory<int32_t> q8_sum;
+    Activations view() const;
+  };
+  struct Step {  // what the kernels of one run see
+    const Batch& batch;
+    const Pool& pool;
+  };
+  using Kernel = std::function<void(const Step&, int64_t num_rows, Share)>;
+  struct Instruction {
+    Kernel kernel;
+    bool is_on_samples;
+    bool needs_barrier;
+  };
+
+  Register& reg(int64_t index, const char* name);
+  Register& readable(int64_t index, const char* name);
+  Register& writable(int64_t index, const char* name, int64_t width, bool fills_q8);
+  void check_open() const;
+  void add(Kernel kernel, const std::vector<int64_t>& read, const std::vector<int64_t>& written);
+  void need_q8(int64_t x);
+  void note_shape(const AttentionShape& shape);
+  void check_batch(const Batch& batch, const Pool& pool) const;
+  void allocate(Register& target);
+  void check_pool(const Pool& pool) const;
+  int64_t pool_layer(int64_t layer) const { return -1 - layer; }  // a layer of the pool counts as a register for barriers
+  void execute(const Step& step, Share share);
+
+  const int64_t max_tokens_, max_samples_;
+  bool is_on_samples_ = false;
+  std::deque<Register> registers_;  // kernels keep pointers to them
+  std::vector<Instruction> instructions_;
+  std::vector<int64_t> read_, written_;  // since the last barrier
+  std::optional<int64_t> logits_;
+  int64_t vocab_size_ = INT32_MAX, max_positions_ = INT32_MAX, num_layers_ = 0;
+  std::optional<AttentionShape> shape_;
+  std::mutex running_;
+  Team team_;
+};
+
+}  // namespace pyserve

@@ -1,0 +1,352 @@
+// Every op's schema and every class, once: torch.ops.pyserve.* and torch.classes.pyserve.*. The only file that includes torch: it checks tensors, takes raw
+// pointers and calls the kernels of ops.h. torch gives the GIL back around each of these calls, so a running program or a wait stops no Python thread.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <torch/library.h>
+
+#include "check.h"
+#include "cpu/isa.h"
+#include "cpu/program.h"
+#include "cpu/stream.h"
+#include "ops.h"
+
+namespace pyserve {
+namespace {
+
+using at::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+// --- tensors to raw pointers
+
+void check_tensor(const Tensor& tensor, const char* name, at::ScalarType type, int64_t num_dims) {
+  check(tensor.defined() && tensor.device().is_cpu(), name, " must be on the CPU");
+  check(tensor.scalar_type() == type, name, " must be ", c10::toString(type), ", not ", c10::toString(tensor.scalar_type()));
+  check(tensor.dim() == num_dims, name, " must have ", num_dims, " dimensions, not ", tensor.dim());
+  check(tensor.is_contiguous(), name, " must be contiguous");
+}
+
+float* floats(const Tensor& tensor, const char* name, int64_t num_dims) {
+  check_tensor(tensor, name, at::kFloat, num_dims);
+  return tensor.data_ptr<float>();
+}
+
+const float* floats_of_len(const MaybeTensor& tensor, const char* name, int64_t len) {
+  if (!tensor.has_value()) return nullptr;
+  const float* data = floats(*tensor, name, 1);
+  check(tensor->size(0) == len, name, " must have ", len, " values, not ", tensor->size(0));
+  return data;
+}
+
+const int32_t* ints(const Tensor& tensor, const char* name, int64_t num_dims) {
+  check_tensor(tensor, name, at::kInt, num_dims);
+  return tensor.data_ptr<int32_t>();
+}
+
+WeightType weight_type(int64_t type) {
+  check(type >= 0 && type <= static_cast<int64_t>(WeightType::q6_k), "type: there is no weight type ", type);
+  return static_cast<WeightType>(type);
+}
+
+PackedWeight packed_weight(const Tensor& data, int64_t type, int64_t rows, int64_t cols) {
+  check_tensor(data, "packed", at::kByte, 1);
+  check(rows > 0 && cols > 0, "rows and cols must be positive");
+  const PackedWeight weight{weight_type(type), rows, cols, data.data_ptr<uint8_t>()};
+  const int64_t wanted = static_cast<int64_t>(packed_bytes(weight.type, rows, cols));
+  check(data.numel() >= wanted, "packed must have ", wanted, " bytes, not ", data.numel());
+  check(reinterpret_cast<uintptr_t>(weight.data) % 64 == 0, "packed must be 64-byte aligned");
+  return weight;
+}
+
+Pool pool_of(const Tensor& kv) {
+  check(kv.defined() && kv.device().is_cpu() && kv.is_contiguous(), "kv must be contiguous and on the CPU");
+  check(kv.dim() == 6 && kv.size(2) == 2, "kv must be [pages, layers, 2, kv_heads, page_size, head_dim]");
+  const at::ScalarType type = kv.scalar_type();
+  check(type == at::kFloat || type == at::kHalf || type == at::kBFloat16, "kv must be float32, float16 or bfloat16, not ", c10::toString(type));
+  const DType as = type == at::kFloat ? DType::f32 : type == at::kHalf ? DType::f16 : DType::bf16;
+  return Pool{static_cast<uint8_t*>(kv.data_ptr()), as, kv.size(0), kv.size(1), kv.size(3), kv.size(4), kv.size(5)};
+}
+
+StepRows step_rows(const Tensor& positions, const Tensor& sequences, const Tensor& page_table) {
+  const StepRows rows{positions.size(0), ints(positions, "positions", 1), ints(sequences, "sequences", 1), ints(page_table, "page_table", 2),
+                      page_table.size(1)};
+  check(sequences.size(0) == rows.num_rows, "sequences must have ", rows.num_rows, " values, as positions has, not ", sequences.size(0));
+  return rows;
+}
+
+RopeTable rope_table(const Tensor& cos, const Tensor& sin, bool is_interleaved) {
+  const RopeTable rope{floats(cos, "cos", 2), floats(sin, "sin", 2), cos.size(0), cos.size(1) * 2, is_interleaved};
+  check(sin.sizes() == cos.sizes(), "sin must have the shape of cos");
+  return rope;
+}
+
+Activation activation_of(int64_t kind) {
+  check(kind == 0 || kind == 1, "kind: there is no activation ", kind);
+  return static_cast<Activation>(kind);
+}
+
+PageCopy page_copy_of(const Tensor& pool, const Tensor& host, const Tensor& combs, bool to_host) {
+  check(pool.defined() && pool.device().is_cpu() && pool.is_contiguous() && pool.dim() >= 1 && pool.size(0) > 0,
+        "pool must be contiguous, on the CPU and [pages, ...]");
+  check_tensor(host, "host", at::kByte, 1);
+  const int32_t* values = ints(combs, "combs", 2);
+  check(combs.size(1) == 5, "combs must be [n, 5]: start_page, run_pages, stride_pages, count, list_offset");
+  PageCopy copy{static_cast<uint8_t*>(pool.data_ptr()), pool.size(0), static_cast<int64_t>(pool.nbytes()) / pool.size(0), host.data_ptr<uint8_t>(),
+                host.numel(), {}, to_host};
+  for (int64_t i = 0; i < combs.size(0); ++i, values += 5) copy.combs.push_back(Comb{values[0], values[1], values[2], values[3], values[4]});
+  return copy;
+}
+
+// --- single ops. num_shares cuts the work as a team of that size would, one share after the other: results must not depend on it.
+
+template <class Kernel>
+void in_shares(int64_t num_shares, const Kernel& kernel) {
+  check(num_shares > 0 && num_shares <= 4096, "num_shares must be in 1..4096, not ", num_shares);
+  for (int i = 0; i < num_shares; ++i) kernel(Share{i, static_cast<int>(num_shares)});
+}
+
+Tensor pack_op(int64_t type, const Tensor& raw, int64_t rows, int64_t cols) {
+  check_tensor(raw, "raw", at::kByte, 1);
+  check(rows > 0 && cols > 0, "rows and cols must be positive");
+  const WeightType as = weight_type(type);
+  const Tensor out = at::empty({static_cast<int64_t>(packed_bytes(as, rows, cols))}, raw.options());
+  pack(as, raw.data_ptr<uint8_t>(), rows, cols, out.data_ptr<uint8_t>(), Share{0, 1});
+  return out;
+}
+
+Tensor linear_op(const Tensor& x, const Tensor& packed, int64_t type, int64_t rows, int64_t cols, const MaybeTensor& bias, int64_t num_shares) {
+  float* data = floats(x, "x", 2);
+  check(x.size(1) == cols, "x must have ", cols, " columns, not ", x.size(1));
+  const PackedWeight weight = packed_weight(packed, type, rows, cols);
+  const float* added = floats_of_len(bias, "bias", rows);
+  const int64_t num_rows = x.size(0), num_blocks = num_rows * cols / 32;
+  const Tensor q8 = at::empty({num_rows * cols}, x.options().dtype(at::kChar)), scale = at::empty({num_blocks}, x.options());
+  const Tensor sum = at::empty({num_blocks}, x.options().dtype(at::kInt)), out = at::empty({num_rows, rows}, x.options());
+  Activations in{data, nullptr, nullptr, nullptr, cols};
+  if (weight.type > WeightType::bf16) {
+    check(cols % 32 == 0, "cols must be a multiple of 32 for a quantised weight, not ", cols);
+    in = Activations{data, q8.data_ptr<int8_t>(), scale.data_ptr<float>(), sum.data_ptr<int32_t>(), cols};
+    quantise(in, num_rows, Share{0, 1});
+  }
+  in_shares(num_shares, [&](Share share) { linear(weight, in, added, out.data_ptr<float>(), rows, num_rows, false, share); });
+  return out;
+}
+
+Tensor embed_op(const Tensor& tokens, const Tensor& packed, int64_t type, int64_t rows, int64_t cols, double scale) {
+  const int32_t* ids = ints(tokens, "tokens", 1);
+  check_range(ids, tokens.size(0), rows, "tokens");
+  const Tensor out = at::empty({tokens.size(0), cols}, tokens.options().dtype(at::kFloat));
+  embed(packed_weight(packed, type, rows, cols), ids, tokens.size(0), static_cast<float>(scale), out.data_ptr<float>(), Share{0, 1});
+  return out;
+}
+
+Activations plain(const Tensor& out) { return Activations{out.data_ptr<float>(), nullptr, nullptr, nullptr, out.size(1)}; }
+
+Tensor rms_norm_op(const Tensor& x, const Tensor& weight, double eps) {
+  const float* data = floats(x, "x", 2);
+  const float* factors = floats_of_len(weight, "weight", x.size(1));
+  const Tensor out = at::empty(x.sizes(), x.options());
+  rms_norm(data, factors, static_cast<float>(eps), plain(out), x.size(0), Share{0, 1});
+  return out;
+}
+
+Tensor gated_activation_op(const Tensor& gate_up, int64_t kind) {
+  const float* data = floats(gate_up, "gate_up", 2);
+  check(gate_up.size(1) % 2 == 0, "gate_up must have an even number of columns, not ", gate_up.size(1));
+  const Tensor out = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
+  gated_activation(activation_of(kind), data, plain(out), gate_up.size(0), Share{0, 1});
+  return out;
+}
+
+struct Paged {  // what the two ops over the pool check alike
+  Pool pool;
+  StepRows rows;
+  float* qkv;
+
+  Paged(const Tensor& qkv_tensor, int64_t num_heads, const Tensor& kv, int64_t layer, const Tensor& positions, const Tensor& sequences,
+        const Tensor& page_table, int64_t max_positions)
+      : pool(pool_of(kv)), rows(step_rows(positions, sequences, page_table)), qkv(floats(qkv_tensor, "qkv", 2)) {
+    check_attention_shape({layer, num_heads, pool.num_kv_heads, pool.head_dim});
+    check(layer < pool.num_layers, "layer must be in 0..", pool.num_layers - 1, ", not ", layer);
+    const int64_t width = (num_heads + 2 * pool.num_kv_heads) * pool.head_dim;
+    check(qkv_tensor.size(0) == rows.num_rows && qkv_tensor.size(1) == width, "qkv must be [", rows.num_rows, ", ", width, "]");
+    check_step_rows(rows, page_table.size(0), max_positions, pool);
+  }
+};
+
+void rope_kv_write_op(const Tensor& qkv, int64_t num_heads, const Tensor& cos, const Tensor& sin, bool is_interleaved, const MaybeTensor& q_norm,
+                      const MaybeTensor& k_norm, double norm_eps, const Tensor& kv, int64_t layer, const Tensor& positions, const Tensor& sequences,
+                      const Tensor& page_table, int64_t num_shares) {
+  const RopeTable rope = rope_table(cos, sin, is_interleaved);
+  const Paged paged(qkv, num_heads, kv, layer, positions, sequences, page_table, rope.max_positions);
+  check(rope.rotary_dim > 0 && rope.rotary_dim <= paged.pool.head_dim, "cos must have at most head_dim / 2 columns, not ", cos.size(1));
+  const HeadNorm norm{floats_of_len(q_norm, "q_norm", paged.pool.head_dim), floats_of_len(k_norm, "k_norm", paged.pool.head_dim),
+                      static_cast<float>(norm_eps)};
+  in_shares(num_shares, [&](Share share) { rope_kv_write(paged.qkv, num_heads, rope, norm, paged.pool, layer, paged.rows, share); });
+}
+
+Tensor attention_op(const Tensor& qkv, int64_t num_heads, const Tensor& kv, int64_t layer, double scale, double softcap, int64_t window,
+                    const Tensor& positions, const Tensor& sequences, const Tensor& page_table, int64_t num_shares) {
+  const Paged paged(qkv, num_heads, kv, layer, positions, sequences, page_table, INT32_MAX);
+  check(window >= 0, "window must not be negative");
+  check(softcap >= 0, "softcap must not be negative");
+  const Tensor out = at::empty({paged.rows.num_rows, num_heads * paged.pool.head_dim}, qkv.options());
+  const AttentionSpec spec{num_heads, layer, static_cast<float>(scale), static_cast<float>(softcap), window};
+  in_shares(num_shares, [&](Share share) { attention(paged.qkv, spec, paged.pool, paged.rows, plain(out), share); });
+  return out;
+}
+
+void page_copy_op(const Tensor& pool, const Tensor& host, const Tensor& combs, bool to_host) {
+  const PageCopy copy = page_copy_of(pool, host, combs, to_host);
+  check_copy(copy);
+  page_copy(copy);
+}
+
+int64_t sample_row_op(const Tensor& logits, double temperature, int64_t top_k, double top_p, double min_p, int64_t seed, int64_t position) {
+  const float* data = floats(logits, "logits", 1);
+  check(logits.size(0) > 0, "logits must not be empty");
+  const Tensor scratch = at::empty({2 * logits.size(0)}, logits.options());
+  const SampleRow row{static_cast<float>(temperature), top_k, static_cast<float>(top_p), static_cast<float>(min_p), static_cast<uint64_t>(seed),
+                      static_cast<uint64_t>(position)};
+  return sample_row(data, logits.size(0), row, scratch.data_ptr<float>());
+}
+
+// --- classes
+
+struct ProgramHolder : torch::CustomClassHolder {
+  Program program;
+  std::vector<Tensor> kept;  // what the program points into
+
+  ProgramHolder(int64_t max_tokens, int64_t max_samples, int64_t num_threads) : program(max_tokens, max_samples, static_cast<int>(num_threads)) {}
+
+  PackedWeight weight(const Tensor& data, int64_t type, int64_t rows, int64_t cols) {
+    kept.push_back(data);
+    return packed_weight(data, type, rows, cols);
+  }
+  void embed(const Tensor& data, int64_t type, int64_t rows, int64_t cols, int64_t out, double scale) {
+    program.embed(weight(data, type, rows, cols), out, static_cast<float>(scale));
+  }
+  void rms_norm(int64_t x, const Tensor& factors, double eps, int64_t out) {
+    kept.push_back(factors);
+    program.rms_norm(x, floats(factors, "weight", 1), factors.size(0), static_cast<float>(eps), out);
+  }
+  // One row [type, rows, cols] of `shapes` for each weight.
+  void linear(int64_t x, const std::vector<Tensor>& data, const std::vector<std::vector<int64_t>>& shapes, const c10::List<MaybeTensor>& biases, int64_t out,
+              bool accumulate) {
+    check(shapes.size() == data.size() && biases.size() == data.size(), "biases: must be as many as weights");
+    std::vector<PackedWeight> weights;
+    std::vector<const float*> added;
+    for (size_t i = 0; i < data.size(); ++i) {
+      weights.push_back(weight(data[i], shapes[i].at(0), shapes[i].at(1), shapes[i].at(2)));
+      const MaybeTensor bias = biases.get(i);
+      added.push_back(floats_of_len(bias, "bias", weights.back().rows));
+      if (bias.has_value()) kept.push_back(*bias);
+    }
+    program.linear(x, weights, added, out, accumulate);
+  }
+  void rope_kv_write(int64_t qkv, const std::vector<int64_t>& shape, const Tensor& cos, const Tensor& sin, bool is_interleaved, const MaybeTensor& q_norm,
+                     const MaybeTensor& k_norm, double norm_eps) {
+    const AttentionShape as = attention_shape(shape);
+    const HeadNorm norm{floats_of_len(q_norm, "q_norm", as.head_dim), floats_of_len(k_norm, "k_norm", as.head_dim), static_cast<float>(norm_eps)};
+    for (const MaybeTensor& tensor : {MaybeTensor(cos), MaybeTensor(sin), q_norm, k_norm}) {
+      if (tensor.has_value()) kept.push_back(*tensor);
+    }
+    program.rope_kv_write(qkv, as, rope_table(cos, sin, is_interleaved), norm);
+  }
+  void attention(int64_t qkv, int64_t out, const std::vector<int64_t>& shape, double scale, int64_t window, double softcap) {
+    program.attention(qkv, out, attention_shape(shape), static_cast<float>(scale), window, static_cast<float>(softcap));
+  }
+  static AttentionShape attention_shape(const std::vector<int64_t>& shape) { return {shape.at(0), shape.at(1), shape.at(2), shape.at(3)}; }
+};
+
+using ProgramPtr = c10::intrusive_ptr<ProgramHolder>;
+
+// Logits [num_samples, vocab]: a view of the program's register, which lives as long as the view.
+Tensor run_program(const ProgramPtr& self, const Tensor& tokens, const Tensor& positions, const Tensor& sequences, const Tensor& page_table,
+                   const Tensor& sample_rows, const Tensor& kv) {
+  const Batch batch{ints(tokens, "tokens", 1), step_rows(positions, sequences, page_table), page_table.size(0), ints(sample_rows, "sample_rows", 1),
+                    sample_rows.size(0)};
+  check(tokens.size(0) == batch.rows.num_rows, "positions must have ", tokens.size(0), " values, as tokens has, not ", batch.rows.num_rows);
+  const float* logits = self->program.run(batch, pool_of(kv));
+  return at::from_blob(const_cast<float*>(logits), {batch.num_samples, self->program.logits_width()}, [self](void*) {}, at::kFloat);
+}
+
+struct EventHolder : torch::CustomClassHolder {
+  std::shared_ptr<Event> event;
+  explicit EventHolder(std::shared_ptr<Event> event) : event(std::move(event)) {}
+};
+
+struct FenceHolder : torch::CustomClassHolder {
+  Fence fence;
+};
+
+struct StreamHolder : torch::CustomClassHolder {
+  CopyStream stream;
+  StreamHolder(double delay_ms, std::optional<int64_t> fail_after) : stream(delay_ms, fail_after) {}
+};
+
+c10::intrusive_ptr<EventHolder> post_copy(const c10::intrusive_ptr<StreamHolder>& self, const Tensor& pool, const Tensor& host, const Tensor& combs,
+                                          bool to_host, const std::optional<c10::intrusive_ptr<FenceHolder>>& fence) {
+  PageCopy copy = page_copy_of(pool, host, combs, to_host);
+  auto kept = std::make_shared<std::pair<Tensor, Tensor>>(pool, host);
+  return c10::make_intrusive<EventHolder>(self->stream.post(std::move(copy), fence ? (*fence)->fence.event() : nullptr, std::move(kept)));
+}
+
+}  // namespace
+
+TORCH_LIBRARY(pyserve, m) {
+  m.def("pack(int type, Tensor raw, int rows, int cols) -> Tensor");
+  m.def("linear(Tensor x, Tensor packed, int type, int rows, int cols, Tensor? bias=None, int num_shares=1) -> Tensor");
+  m.def("embed(Tensor tokens, Tensor packed, int type, int rows, int cols, float scale=1.0) -> Tensor");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("gated_activation(Tensor gate_up, int kind) -> Tensor");
+  m.def(
+      "rope_kv_write(Tensor(a!) qkv, int num_heads, Tensor cos, Tensor sin, bool is_interleaved, Tensor? q_norm, Tensor? k_norm, float norm_eps, "
+      "Tensor(b!) kv, int layer, Tensor positions, Tensor sequences, Tensor page_table, int num_shares=1) -> ()");
+  m.def(
+      "attention(Tensor qkv, int num_heads, Tensor kv, int layer, float scale, float softcap, int window, Tensor positions, Tensor sequences, "
+      "Tensor page_table, int num_shares=1) -> Tensor");
+  m.def("page_copy(Tensor(a!) pool, Tensor(b!) host, Tensor combs, bool to_host) -> ()");
+  m.def("sample_row(Tensor logits, float temperature, int top_k, float top_p, float min_p, int seed, int position) -> int");
+  m.def("isa() -> str", []() { return std::string(isa_name(isa())); });
+
+  m.class_<ProgramHolder>("Program")
+      .def(torch::init<int64_t, int64_t, int64_t>())
+      .def("buffer", [](const ProgramPtr& self, int64_t width) { return self->program.buffer(width); })
+      .def("embed", &ProgramHolder::embed)
+      .def("rms_norm", &ProgramHolder::rms_norm)
+      .def("linear", &ProgramHolder::linear)
+      .def("rope_kv_write", &ProgramHolder::rope_kv_write)
+      .def("attention", &ProgramHolder::attention)
+      .def("gated_activation", [](const ProgramPtr& self, int64_t gate_up, int64_t out, int64_t kind) {
+        self->program.gated_activation(gate_up, out, activation_of(kind));
+      })
+      .def("take_rows", [](const ProgramPtr& self, int64_t x, int64_t out) { self->program.take_rows(x, out); })
+      .def("set_logits", [](const ProgramPtr& self, int64_t x) { self->program.set_logits(x); })
+      .def("run", &run_program);
+
+  m.class_<EventHolder>("CopyEvent")
+      .def("query", [](const c10::intrusive_ptr<EventHolder>& self) { return self->event->query(); })
+      .def("wait", [](const c10::intrusive_ptr<EventHolder>& self, std::optional<double> timeout_s) { return self->event->wait(timeout_s); });
+  m.class_<FenceHolder>("Fence").def(torch::init<>()).def("signal", [](const c10::intrusive_ptr<FenceHolder>& self) { self->fence.signal(); });
+  m.class_<StreamHolder>("CopyStream")
+      .def(torch::init<double, std::optional<int64_t>>())
+      .def("copy_pages", &post_copy)
+      .def("pause", [](const c10::intrusive_ptr<StreamHolder>& self) { self->stream.pause(); })
+      .def("resume", [](const c10::intrusive_ptr<StreamHolder>& self) { self->stream.resume(); })
+      .def("num_outstanding", [](const c10::intrusive_ptr<StreamHolder>& self) { return self->stream.num_outstanding(); })
+      .def("close", [](const c10::intrusive_ptr<StreamHolder>& self) { self->stream.close(); });
+}
+
+TORCH_LIBRARY_IMPL(pyserve, CPU, m) {
+  m.impl("pack", &pack_op);
+  m.impl("linear", &linear_op);
+  m.impl("embed", &embed_op);
+  m.impl("rms_norm", &rms_norm_op);
+  m.impl("gated_activation", &gated_activation_op);
+  m.impl("rope_kv_write", &rope_kv_write_op);
+  m.impl("attention", &attention_op);
+  m.impl("page_copy", &page_copy_op);
+  m.impl("sample_row", &sample_row_op);
+}
+
+}  // namespace pyserve

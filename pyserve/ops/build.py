@@ -1,0 +1,147 @@
+"""Finds or builds the extension and loads it.
+
+Order: the extension that `pip install` built for this torch version; then a build in the cache; then a new build with ninja. A cached build is named after a
+hash of the sources, the flags, the compiler and the torch version, so finding it again reads some small files and starts nothing. Object files are kept beside it, so that a changed
+source compiles alone. One file lock per folder keeps two processes from building at once; the one that waited finds the result of the other.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from pyserve.ops import flags
+
+_KEPT_BUILDS = 4  # older ones are deleted; a process that has one loaded keeps it
+
+
+class BuildError(RuntimeError):
+    """The extension could not be built; one line that says why."""
+
+
+def load() -> Path:
+    """Makes `torch.ops.pyserve` and `torch.classes.pyserve` work. Returns the file loaded. Raises BuildError."""
+    path = installed() or built()
+    torch.ops.load_library(str(path))
+    return path
+
+
+def installed() -> Path | None:
+    """The extension built ahead of time for this torch version, if there is one."""
+    package = Path(__file__).resolve().parent.parent
+    return next(iter(sorted(package.glob(flags.extension_name(torch.__version__) + ".*so"))), None)
+
+
+def built() -> Path:
+    """The extension in the cache, built now if it is not there."""
+    csrc = source_folder()
+    folder = build_folder(csrc)
+    path = folder / f"pyserve_{fingerprint(csrc)}.so"
+    if path.is_file():
+        return path
+    with _locked(folder):
+        if not path.is_file():
+            _compile(csrc, folder, path)
+    return path
+
+
+def source_folder() -> Path:
+    """csrc/ in a checkout, pyserve/csrc/ where the package is installed."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package.parent / "csrc", package / "csrc"):
+        if (folder / "registration.cpp").is_file():
+            return folder
+    raise BuildError(f"the kernel sources are neither in {package.parent / 'csrc'} nor in {package / 'csrc'}: the installation is damaged")
+
+
+def build_folder(csrc: Path) -> Path:
+    """PYSERVE_BUILD_DIR or the user's cache folder, with a folder of its own for each source tree and torch version."""
+    chosen = os.environ.get("PYSERVE_BUILD_DIR")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = Path(chosen) if chosen else cache / "pyserve"
+    tree = hashlib.sha256(str(csrc).encode()).hexdigest()[:8]
+    return root / f"torch-{torch.__version__}-{tree}"
+
+
+def fingerprint(csrc: Path) -> str:
+    """Changes when any source, header, flag, the compiler's name or the torch version does."""
+    digest = hashlib.sha256(repr((torch.__version__, flags.COMPILE_FLAGS, flags.LINK_FLAGS, _compiler())).encode())
+    for path in [*flags.sources(csrc), *flags.headers(csrc)]:
+        digest.update(path.name.encode() + b"\0")
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "c++" if sys.platform == "darwin" else "g++")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "build.lock").open("w")
+    except OSError as error:
+        raise BuildError(f"cannot write to the build folder {folder} ({error.strerror}); set PYSERVE_BUILD_DIR to a writable one") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # given back by the system when the process ends, however it ends
+        yield
+
+
+def _compile(csrc: Path, folder: Path, path: Path) -> None:
+    if shutil.which(_compiler()) is None:
+        raise BuildError(f"no C++ compiler: {_compiler()} is not on PATH. Install g++ (Debian, Ubuntu: apt-get install g++) or set CXX")
+    from torch.utils import cpp_extension  # here, since it takes longer to import than a cached build takes to load
+
+    started = time.monotonic()
+    print(f"building extension ({len(flags.sources(csrc))} C++ files, about a minute the first time) ...", file=sys.stderr, flush=True)
+    objects = folder / "objects"
+    objects.mkdir(exist_ok=True)
+    (objects / "lock").unlink(missing_ok=True)  # torch's own lock file, which a killed build leaves behind; ours is held here
+    try:
+        with _ninja_on_path():
+            cpp_extension.load(
+                name="pyserve_ops",
+                sources=[str(source) for source in flags.sources(csrc)],
+                extra_cflags=flags.COMPILE_FLAGS,
+                extra_ldflags=["-shared", *flags.LINK_FLAGS],
+                build_directory=str(objects),
+                is_python_module=False,
+                is_standalone=True,  # with -shared: a library that torch does not load by itself, since it is loaded under its final name
+            )
+    except (RuntimeError, OSError) as error:
+        raise BuildError(f"building the extension in {objects} failed: {error}") from error
+    _publish(objects / "pyserve_ops", path)
+    print(f"building extension: done in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+
+
+def _publish(built_file: Path, path: Path) -> None:
+    unfinished = path.with_suffix(".tmp")
+    shutil.copyfile(built_file, unfinished)
+    unfinished.replace(path)  # whole or not there: another process may be looking without the lock
+    for old in sorted(path.parent.glob("pyserve_*.so"), key=lambda file: file.stat().st_mtime, reverse=True)[_KEPT_BUILDS:]:
+        old.unlink(missing_ok=True)
+
+
+@contextmanager
+def _ninja_on_path() -> Iterator[None]:
+    """torch calls `ninja` by name; the package's copy is not on PATH when Python is started without activating its environment."""
+    before = os.environ.get("PATH", "")
+    try:
+        import ninja
+
+        os.environ["PATH"] = ninja.BIN_DIR + os.pathsep + before
+        yield
+    except ImportError:
+        yield
+    finally:
+        os.environ["PATH"] = before

@@ -1,0 +1,40 @@
+"""The one list of compile flags and sources. setup.py and the build at first import both read it, so this file imports nothing but the standard library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# No -ffast-math and no contraction: a product and a sum are fused only where a kernel says so, so a row's bits do not depend on how a loop was compiled.
+# No -march: kernels name their instruction set themselves (csrc/cpu/isa.h) and one build runs everywhere.
+COMPILE_FLAGS = [
+    "-std=c++20",  # what the headers of torch ask for
+    "-O3",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+    "-Wno-psabi",
+    "-Wno-maybe-uninitialized",  # g++ 12 warns about its own intrinsics headers
+]
+LINK_FLAGS = ["-pthread"]
+
+
+def sources(csrc: Path) -> list[Path]:
+    """Every file to compile, in a fixed order. Raises FileNotFoundError when `csrc` does not hold the kernels."""
+    found = [csrc / "registration.cpp", *sorted((csrc / "cpu").glob("*.cpp"))]
+    if not found[0].is_file():
+        raise FileNotFoundError(f"no kernel sources in {csrc}")
+    return found
+
+
+def headers(csrc: Path) -> list[Path]:
+    """Every header that the sources may include."""
+    return sorted(csrc.glob("*.h")) + sorted((csrc / "cpu").glob("*.h"))
+
+
+def extension_name(torch_version: str) -> str:
+    """Name of the extension that `setup.py` builds: a binary is good for the torch version that it was compiled against and for no other."""
+    digits = torch_version.split("+")[0].split(".")
+    return "_C_torch" + "_".join(digits)
