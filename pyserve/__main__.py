@@ -1,0 +1,142 @@
+"""The command line: `python -m pyserve`. Flags, the check of the model, hypercorn, signals and the drain.
+
+Stop signals come here, not to hypercorn, whose graceful shutdown has no limit while streams are open. The first one
+drains: new requests get a 503, running ones finish until --drain-timeout and are then ended with an error event. The
+second one stops at once, the third kills.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from hypercorn.asyncio import serve
+from hypercorn.config import Config
+
+from pyserve.app import App, banner, check_model, create_app
+from pyserve.errors import PyserveError
+from pyserve.http.gate import is_open_to_all
+from pyserve.http.state import ServerState
+from pyserve.log import setup_logging
+from pyserve.settings import Settings, load_settings
+
+logger = logging.getLogger("pyserve.main")
+CLOSE_TIMEOUT_S = 5.0  # for connections to end once the engine has drained
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until a signal. Returns the exit code: 0 stopped, 1 cannot serve."""
+    settings = load_settings(sys.argv[1:] if arguments is None else arguments, os.environ)
+    setup_logging(settings.log_level)
+    try:
+        listener = _listen(settings)
+    except OSError as error:
+        return _fail(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}")
+    try:
+        check_model(settings)
+    except PyserveError as error:
+        listener.close()
+        return _fail(error.message)
+    return asyncio.run(_serve(settings, listener.detach()))
+
+
+async def _serve(settings: Settings, listener: int) -> int:
+    server = _Server(settings, listener)
+    return await server.run()
+
+
+class _Server:
+    """One run of hypercorn with its signals."""
+
+    def __init__(self, settings: Settings, listener: int) -> None:
+        self._settings = settings
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+        self._has_failed = False
+        self._app: App = create_app(settings, on_load_failed=self._load_failed)
+        self._app.on_loaded = _print_banner
+        self._config = _config(listener)
+
+    async def run(self) -> int:
+        """The exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, number)
+        serving = asyncio.create_task(serve(self._app, self._config, shutdown_trigger=self._wait_for_stop))  # type: ignore[arg-type]
+        stopping = asyncio.create_task(self._stop_now.wait())
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (serving, stopping):
+            task.cancel()
+        results = await asyncio.gather(serving, stopping, return_exceptions=True)
+        failure = results[0]
+        if isinstance(failure, Exception):
+            return _fail(str(failure))
+        return 1 if self._has_failed else 0
+
+    def _signalled(self, number: int) -> None:
+        if not self._stop.is_set():
+            logger.info(
+                "stopping: running requests have %g s; a second signal stops at once", self._settings.drain_timeout_s
+            )
+            self._stop.set()
+            return
+        asyncio.get_running_loop().remove_signal_handler(number)
+        self._stop_now.set()
+
+    async def _wait_for_stop(self) -> None:
+        await self._stop.wait()
+        if not self._has_failed:
+            await self._app.drain()
+        asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._stop_now.set)
+
+    def _load_failed(self) -> None:
+        self._has_failed = True
+        self._stop.set()
+
+
+def _listen(settings: Settings) -> socket.socket:
+    """A socket of our own, so that a port in use is known before the model is read."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((settings.host, settings.port))
+        listener.listen(100)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+def _config(listener: int) -> Config:
+    """`listener` is a file descriptor, which hypercorn closes."""
+    config = Config()
+    config.bind = [f"fd://{listener}"]
+    config.loglevel = "WARNING"
+    config.accesslog = None
+    config.graceful_timeout = CLOSE_TIMEOUT_S
+    config.h11_max_incomplete_size = 64 * 1024
+    config.include_server_header = False
+    return config
+
+
+def _print_banner(state: ServerState) -> None:
+    lines = banner(state)
+    if is_open_to_all(state.settings.cors_origins.split(","), state.settings.api_keys):
+        lines.append("note   any web page may call this server: set --api-key or --cors-origins to prevent it")
+    print("\n".join(f"  {line}" for line in lines), file=sys.stderr, flush=True)
+
+
+def _fail(message: str) -> int:
+    print(f"pyserve: {message}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

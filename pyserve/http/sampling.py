@@ -1,0 +1,134 @@
+"""How the fields of a body become the engine's sampling parameters: defaults, clamps, bans."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pyserve.errors import InvalidRequest
+from pyserve.http.schema import MAX_INT, GenerationBody
+from pyserve.types import SamplingParams
+
+if TYPE_CHECKING:
+    from pyserve.text.tokenizer import Tokenizer
+
+MAX_LOGPROBS = 100
+MAX_BIAS = 1e4
+_DEFAULTS = SamplingParams()
+
+
+def sampling_params(body: GenerationBody, tokenizer: Tokenizer, num_logprobs: int | None) -> SamplingParams:
+    """Sampling values out of range are clamped, as llama.cpp does; a token id out of range is an error."""
+    return SamplingParams(
+        temperature=_clamp(body.temperature, _DEFAULTS.temperature, 0.0, 1e4),
+        top_k=int(_clamp(body.top_k, _DEFAULTS.top_k, 0, MAX_INT)),
+        top_p=_clamp(body.top_p, _DEFAULTS.top_p, 0.0, 1.0),
+        min_p=_clamp(body.min_p, _DEFAULTS.min_p, 0.0, 1.0),
+        repeat_penalty=_clamp(
+            _first(body.repeat_penalty, body.repetition_penalty), _DEFAULTS.repeat_penalty, 0.01, 100.0
+        ),
+        repeat_last_n=_DEFAULTS.repeat_last_n if body.repeat_last_n is None else body.repeat_last_n,
+        presence_penalty=_clamp(body.presence_penalty, 0.0, -100.0, 100.0),
+        frequency_penalty=_clamp(body.frequency_penalty, 0.0, -100.0, 100.0),
+        seed=_seed(body.seed),
+        logit_bias=tuple(_logit_bias(body, tokenizer)),
+        banned_until=_bans(body, tokenizer),
+        num_logprobs=num_logprobs,
+    )
+
+
+def for_choice(params: SamplingParams, choice: int) -> SamplingParams:
+    """The parameters of one of the `n` choices of a prompt: the same, with a seed of its own."""
+    return params if choice == 0 else replace(params, seed=(params.seed + choice) & (2**63 - 1))
+
+
+def max_tokens(body: GenerationBody) -> int | None:
+    """The first limit that is present, in llama.cpp's order; None runs to the end of the context."""
+    for limit in (body.n_predict, body.max_completion_tokens, body.max_tokens):
+        if limit is not None:
+            return None if limit < 0 else limit
+    return None
+
+
+def num_choices(body: GenerationBody, num_slots: int) -> int:
+    """`n`. Raises InvalidRequest outside 1 to the number of slots."""
+    count = body.n if body.n is not None else body.n_cmpl
+    if count is None:
+        return 1
+    if not 1 <= count <= num_slots:
+        raise InvalidRequest(
+            f"Field 'n': expected integer from 1 to {num_slots} (the server's slots), got {count}", param="n"
+        )
+    return count
+
+
+def stop_strings(body: GenerationBody) -> tuple[str, ...]:
+    """The stop strings; empty ones are none."""
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    return tuple(dict.fromkeys(stop for stop in stops if stop))
+
+
+def check_logprobs(field: str, count: int) -> int:
+    """A number of alternatives. Raises InvalidRequest."""
+    if not 0 <= count <= MAX_LOGPROBS:
+        raise InvalidRequest(f"Field '{field}': expected integer from 0 to {MAX_LOGPROBS}, got {count}", param=field)
+    return count
+
+
+def _seed(seed: int | None) -> int:
+    if seed is None or seed == -1:
+        return secrets.randbits(32)
+    if not -(2**63) <= seed < 2**64:
+        raise InvalidRequest("Field 'seed': expected integer of at most 64 bits", param="seed")
+    return seed & (2**63 - 1)
+
+
+def _bans(body: GenerationBody, tokenizer: Tokenizer) -> tuple[tuple[int, int], ...]:
+    first_allowed = MAX_INT if body.ignore_eos else body.min_tokens or 0
+    return tuple((token, first_allowed) for token in sorted(tokenizer.eog_ids)) if first_allowed else ()
+
+
+def _logit_bias(body: GenerationBody, tokenizer: Tokenizer) -> Iterator[tuple[int, float]]:
+    bias = body.logit_bias
+    entries = bias.items() if isinstance(bias, dict) else map(_pair, bias or ())
+    biases: dict[int, float] = {}
+    for key, value in entries:
+        for token in _bias_tokens(key, tokenizer):
+            biases[token] = biases.get(token, 0.0) + _bias_value(value)
+    yield from biases.items()
+
+
+def _pair(entry: list[float | bool | str]) -> tuple[float | bool | str, float | bool | str]:
+    if len(entry) != 2:
+        raise InvalidRequest("Field 'logit_bias': expected pairs of token and bias", param="logit_bias")
+    return entry[0], entry[1]
+
+
+def _bias_tokens(key: float | bool | str, tokenizer: Tokenizer) -> list[int]:
+    if isinstance(key, str):
+        digits = key.strip()
+        if not (digits.isascii() and digits.isdigit() and len(digits) < 12):
+            return tokenizer.encode(key)
+        key = int(digits)
+    if isinstance(key, bool) or key != int(key) or not 0 <= key < tokenizer.vocab_size:
+        raise InvalidRequest(f"Field 'logit_bias': no token has the id {key}", param="logit_bias")
+    return [int(key)]
+
+
+def _bias_value(value: float | bool | str) -> float:
+    if value is False:
+        return -math.inf
+    if isinstance(value, bool | str):
+        raise InvalidRequest("Field 'logit_bias': expected a number or false as bias", param="logit_bias")
+    return min(max(float(value), -MAX_BIAS), MAX_BIAS)
+
+
+def _first(*values: float | None) -> float | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _clamp(value: float | None, default: float, low: float, high: float) -> float:
+    return default if value is None else min(max(value, low), high)
