@@ -87,6 +87,10 @@ class Ledger:
     def is_copying(self) -> bool:
         return self._view.is_copying
 
+    def live(self) -> list[Sequence]:
+        """Everybody who has not ended, in order of arrival."""
+        return list(self._view.live.values())
+
     def running(self) -> list[Sequence]:
         return list(self._view.running.values())
 
@@ -429,7 +433,8 @@ class Ledger:
         view.pool.check_integrity()
         view.cache.check_integrity()
         places = [view.running, view.preempting, view.parked, view.restoring, {s.id: s for s in view.waiting}]
-        assert Counter(id for place in places for id in place) == Counter(view.live), "a sequence is lost or twice here"
+        placed = Counter(id for place in places for id in place)
+        assert placed == Counter(view.live.keys()), "a sequence is lost or in two places"
         holders: Counter[int] = Counter()
         readers: Counter[int] = Counter()
         for sequence in [*view.live.values(), *view.departing.values()]:
