@@ -1,7 +1,7 @@
 """An engine without a model, for tests: it drives the real ledger, and its store knows what every cell must hold.
 
-A cell's content is a fingerprint of all tokens up to its position. A row checks every cell that it reads, so a page that
-is reused while a copy still needs it, shared wrongly or restored wrongly fails the test at the step that reads it.
+A cell's content is a fingerprint of all tokens up to its position. A row checks every cell that it reads, so a page
+that is reused while a copy still needs it, shared wrongly or restored wrongly fails the test at the step that reads it.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Driver:
     now_ms: float = 0.0
     is_checked: bool = True  # check_integrity after every iteration
     num_steps: int = 0  # iterations that ran rows
+    num_iterations: int = 0
     num_idle: int = 0  # iterations in a row without rows, while nothing was in flight
     num_resumed: int = 0
     next_id: int = 0
@@ -140,6 +141,7 @@ class Driver:
             for id in self.in_flight():
                 self.land(id)
             plan = self._plan()
+        self.num_iterations += 1
         self._check_liveness(plan)
         self._step(plan.rows)
         if plan.must_wait_for_copy:
@@ -156,7 +158,7 @@ class Driver:
             if self.ledger.is_idle:
                 return
             self.iterate()
-        raise AssertionError(f"still busy after {max_iterations} iterations: {list(self.ledger._view.live.values())}")
+        raise AssertionError(f"still busy after {max_iterations} iterations: {self.ledger.live()}")
 
     def _plan(self) -> Plan:
         leader = self.ledger._view.leader()
@@ -191,7 +193,7 @@ class Driver:
             return
         assert not plan.must_wait_for_copy, "waits for a copy, and none is in flight"
         self.num_idle += 1
-        assert self.num_idle < 3, f"nothing moves: {list(self.ledger._view.live.values())}"
+        assert self.num_idle < 3, f"nothing moves: {self.ledger.live()}"
 
     def _step(self, rows: tuple[Row, ...]) -> None:
         assert len({row.sequence.id for row in rows}) == len(rows), "a sequence has two rows"

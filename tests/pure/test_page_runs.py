@@ -6,6 +6,7 @@ from functools import cache
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from pyserve.page_runs import Comb, Run, combs, runs
 
 pieces = st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 6), st.sampled_from([1, -1, 2, 7])), max_size=12)

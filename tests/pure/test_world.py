@@ -1,0 +1,121 @@
+"""The ledger as a state machine: whatever arrives, leaves, lands late or fails, nothing is lost and all ends (R12).
+
+After every iteration the driver checks that pages are conserved, that every row reads its own history, that the leader
+was not parked and that something moves. When a world closes, everybody in it must finish in a bounded time.
+"""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from pyserve.plan import Limits
+from tests.pure.pool_driver import VOCABULARY, Driver
+
+tokens = st.integers(0, VOCABULARY - 1)
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> Limits:
+    page_size = draw(st.sampled_from([1, 4, 16]))
+    return Limits(
+        num_pages=draw(st.integers(1, 20)),
+        page_size=page_size,
+        num_slots=draw(st.integers(1, 5)),
+        batch_tokens=draw(st.sampled_from([1, 7, 32])),
+        runway_steps=draw(st.sampled_from([8, 8, 2])),
+        rotation_delay_ms=draw(st.sampled_from([0.0, 30.0, 2000.0])),
+        is_parking_on=draw(st.sampled_from([True, True, True, False])),
+        is_planner_on=draw(st.sampled_from([True, True, False])),
+        is_async=draw(st.booleans()),
+        preempt_every=draw(st.sampled_from([0, 0, 1, 3, 8])),
+    )
+
+
+class World(RuleBasedStateMachine):
+    """Arrivals, cancels, landings and iterations in any order."""
+
+    def __init__(self, steps: list[int]) -> None:
+        super().__init__()
+        self.steps = steps
+
+    @initialize(limits=limits(), host_pages=st.sampled_from([0, 3, 12, 1 << 20]), base=st.lists(tokens, min_size=40))
+    def open(self, limits: Limits, host_pages: int, base: list[int]) -> None:
+        self.driver = Driver(limits, host_pages)
+        self.base = base  # what the prompts of this world have in common
+        self.num_submitted = 0
+
+    @rule(
+        num_shared=st.integers(0, 40),
+        tails=st.lists(st.lists(tokens, min_size=1, max_size=12), min_size=1, max_size=3),
+        max_tokens=st.one_of(st.integers(1, 40), st.none()),
+        is_same=st.booleans(),
+        cache_prompt=st.sampled_from([True, True, False]),
+    )
+    def submit(
+        self, num_shared: int, tails: list[list[int]], max_tokens: int | None, is_same: bool, cache_prompt: bool
+    ) -> None:
+        if is_same:  # n > 1: one prompt, several continuations
+            tails = [tails[0]] * len(tails)
+        prompts = [self.base[:num_shared] + tail for tail in tails]
+        self.num_submitted += len(prompts)
+        self.driver.submit(prompts, max_tokens, is_led=is_same, cache_prompt=cache_prompt)
+
+    @precondition(lambda self: self.driver.ledger.live())
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.driver.cancel(data.draw(st.sampled_from(self.driver.ledger.live())))
+
+    @rule(count=st.integers(1, 12))
+    def iterate(self, count: int) -> None:
+        """Every copy lands before the next iteration."""
+        for _ in range(count):
+            self.driver.iterate()
+
+    @rule(count=st.integers(1, 12))
+    def iterate_while_copies_hang(self, count: int) -> None:
+        for _ in range(count):
+            self.driver.iterate(lambda ids: ids[:0])
+
+    @precondition(lambda self: self.driver.in_flight())
+    @rule(data=st.data())
+    def land_one(self, data: st.DataObject) -> None:
+        """In any order."""
+        self.driver.land(data.draw(st.sampled_from(self.driver.in_flight())))
+
+    @precondition(lambda self: self.driver.in_flight())
+    @rule(data=st.data())
+    def fail_one(self, data: st.DataObject) -> None:
+        self.driver.land(data.draw(st.sampled_from(self.driver.in_flight())), is_failed=True)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        driver = self.driver
+        num_tokens = sum(driver.limits.context_len + len(each.tokens) for each in driver.ledger.live())
+        driver.run(20 * num_tokens + 50)
+        ended = [*driver.finished, *driver.cancelled, *(sequence for sequence, _ in driver.failed)]
+        assert len({each.id for each in ended}) == len(ended) == self.num_submitted, "a sequence is lost or ended twice"
+        for sequence, reason in driver.failed:
+            is_too_long = sequence.prompt_len > driver.limits.context_len
+            assert (reason == "never_fits") == is_too_long, f"{sequence} failed: {reason}"
+            assert is_too_long or not driver.limits.is_parking_on, f"pressure ended {sequence}"
+        assert not driver.host, "parked memory stays held"
+        assert driver.ledger.free_pages + driver.ledger.cached_pages == driver.limits.num_pages
+        self.steps.append(driver.num_iterations)
+
+
+def test_nothing_is_lost_in_ten_thousand_steps() -> None:
+    steps: list[int] = []
+    run_state_machine_as_test(
+        lambda: World(steps),
+        settings=settings(
+            max_examples=150,
+            stateful_step_count=30,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    assert sum(steps) >= 10_000, f"only {sum(steps)} steps"
