@@ -16,12 +16,11 @@ help:
 
 serve:
 	@$(PYTHON) tools/set_up.py serve
-	@$(BIN)/python -m pyserve.ops.build
 	@exec $(BIN)/python -m pyserve $(ARGS)
 
 setup:
 	@$(PYTHON) tools/set_up.py dev
-	@$(BIN)/python -m pyserve.ops.build
+	@$(BIN)/python -c "import pyserve.ops"
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -q $(TESTS)

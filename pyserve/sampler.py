@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+import pyserve.ops  # noqa: F401  loads the kernels
 from pyserve.types import SamplingParams, TokenLogprobs
 
 _LOWEST = torch.finfo(torch.float32).min
