@@ -1,7 +1,7 @@
 """THE ONE ENGINE TASK, and EngineHandle for its callers.
 
-Purpose. One asyncio task owns the ledger, the pool and the model. Everything that changes them happens in it, between two awaits, so there
-is no lock anywhere.
+Purpose. One asyncio task owns the ledger, the pool and the model. Everything that changes them happens in it, between
+two awaits, so there is no lock anywhere.
 
 One iteration (`_iterate`).
 1. Copies that landed: parks free their pages, restores make their sequence runnable.
@@ -12,15 +12,15 @@ One iteration (`_iterate`).
 6. While it runs, the events of the previous step go to their clients (`Generation.put`, which never waits).
 7. The step is awaited; sampled tokens extend their sequences; those that are done leave their slots.
 
-Guarantees. A copy is posted only between steps, so no step reads or writes a page in transfer. A sequence ends exactly once, by `_end`,
-whatever ended it: it leaves the ledger, its host state is given back, its client gets one last event. A cancel takes effect at the
-start of the next iteration, that is within one step. A step that fails ends the sequences in it and no other. An error in the engine
-itself ends every sequence with a message and the engine goes on.
+Guarantees. A copy is posted only between steps, so no step reads or writes a page in transfer. A sequence ends exactly
+once, by `_end`, whatever ended it: it leaves the ledger, its host state is given back, its client gets one last event.
+A cancel takes effect at the start of the next iteration, that is within one step. A step that fails ends the sequences
+in it and no other. An error in the engine itself ends every sequence with a message and the engine goes on.
 
 With `is_async` off, each copy is awaited where it is posted, and the plan is made again with the pages that it freed.
 
-Idle, the task sleeps on an event. With nothing to run and a copy in flight it waits for the copy in a worker thread. If a request waits
-and neither is the case, the watchdog says so in the log and in the snapshot.
+Idle, the task sleeps on an event. With nothing to run and a copy in flight it waits for the copy in a worker thread.
+If a request waits and neither is the case, the watchdog says so in the log and in the snapshot.
 """
 
 from __future__ import annotations
@@ -120,7 +120,10 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._ledger.waiting) + sum(len(group) for group in self._arrivals)
+        """Sequences without a slot, less those that the free slots can take."""
+        slots = range(self.info.num_slots)
+        num_free = sum(self._ledger.sequence_in_slot(slot) is None for slot in slots)
+        return self._ledger.num_waiting + sum(len(group) for group in self._arrivals) - num_free
 
     def submit(self, requests: Items[SequenceRequest], request_id: str) -> Generation:
         """Queue the sequences of one request; the caller has checked them."""
@@ -197,7 +200,10 @@ class Engine:
             await self._wake.wait()
             return
         if not self._is_stuck:
-            log.error("requests wait, nothing runs and no copy is in flight: %s", self._ledger.describe())
+            log.error(
+                "nothing runs and no copy is in flight, yet %d sequences wait and %d are parked, with %d pages free",
+                self._ledger.num_waiting, self._ledger.num_parked, self._ledger.free_pages,
+            )  # fmt: skip
         self._is_stuck = True
         self._snapshot = None
         try:
@@ -446,7 +452,10 @@ class EngineHandle:
         return self._engine.counters
 
     def submit(self, requests: Items[SequenceRequest], request_id: str) -> Generation:
-        """Start a request of one or more sequences. Raises ContextExceeded or Unavailable, and then nothing was started."""
+        """Start a request of one or more sequences.
+
+        Raises ContextExceeded or Unavailable, and then nothing was started.
+        """
         info = self._engine.info
         if self._engine.is_draining:
             raise Unavailable("the server is shutting down")
@@ -458,8 +467,8 @@ class EngineHandle:
                     n_prompt_tokens=len(request.prompt),
                     n_ctx=info.context_len,
                 )
-        if self._engine.num_waiting + len(requests) > info.max_queue + info.num_slots:
-            raise Unavailable(f"{self._engine.num_waiting} requests wait already (--max-queue)", retry_after_s=1)
+        if self._engine.num_waiting + len(requests) > info.max_queue:
+            raise Unavailable(f"the queue of {info.max_queue} requests is full (--max-queue)", retry_after_s=1)
         return self._engine.submit(requests, request_id)
 
     async def start(self) -> None:

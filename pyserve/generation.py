@@ -32,7 +32,10 @@ class Generation:
         self._wake()
 
     async def next_events(self, deadline: float | None = None) -> list[Event]:
-        """All queued events; waits for the first until `deadline` (loop.time()). Empty: the deadline passed, or it is over."""
+        """All queued events; waits for the first until `deadline` (loop.time()).
+
+        Empty: the deadline passed, or it is over.
+        """
         if not self._events and self._open:
             await self._wait(deadline)
         events, self._events = self._events, []

@@ -10,7 +10,7 @@ _CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 
 
 def available_bytes() -> int:
-    """The smaller of what the machine has free and what the cgroup still allows; a limit that cannot be read is none."""
+    """The smaller of what the machine has free and what the cgroup allows; a limit that cannot be read is none."""
     return min(_machine_available_bytes(), _cgroup_available_bytes())
 
 

@@ -1,21 +1,22 @@
 """PARK AND RESTORE: the copies between the pool and host memory, and the budget that they live in.
 
-Purpose. The ledger decides which sequence leaves the pool; this file moves its bytes and says when they have arrived. It knows pages
-and bytes, not why.
+Purpose. The ledger decides which sequence leaves the pool; this file moves its bytes and says when they have arrived.
+It knows pages and bytes, not why.
 
-Structure. `Parking` holds one host buffer per parked sequence (`_hosts`) and the copies in flight (`_copies`). A park allocates the
-buffer and posts one copy of all the sequence's pages to the copy stream; a restore posts the copy back into the pages that the
-ledger reserved. `landed()` is polled once per iteration and never waits.
+Structure. `Parking` holds one host buffer per parked sequence (`_hosts`) and the copies in flight (`_copies`). A park
+allocates the buffer and posts one copy of all the sequence's pages to the copy stream; a restore posts the copy back
+into the pages that the ledger reserved. `landed()` is polled once per iteration and never waits.
 
-Ordering. The engine issues copies between two steps: the step that wrote the pages has been awaited, and no later step touches pages
-of a sequence in transfer, so the copy thread needs no further fence here. The ledger keeps the pages of a park until `landed()` has
-reported it, and gives a restore only pages that nobody reads.
+Ordering. The engine issues copies between two steps: the step that wrote the pages has been awaited, and no later step
+touches pages of a sequence in transfer, so the copy thread needs no further fence here. The ledger keeps the pages of
+a park until `landed()` has reported it, and gives a restore only pages that nobody reads.
 
-Lifetime. A sequence that ends while its copy is in flight is discarded when the copy lands: `discard` marks the host buffer and
-`landed` drops it. `close` waits for every copy before the pool may go.
+Lifetime. A sequence that ends while its copy is in flight is discarded when the copy lands: `discard` marks the host
+buffer and `landed` drops it. `close` waits for every copy before the pool may go.
 
-Budget. `free_pages` is what the planner may still park: the budget less what is held, never more than the machine and the cgroup have
-free. It is checked before allocating; buffers are given back the moment their sequence is resident again.
+Budget. `free_pages` is what the planner may still park: the budget less what is held, never more than the machine and
+the cgroup have free. It is checked before allocating; buffers are given back the moment their sequence is resident
+again.
 
 Not handled here: a disk tier, pinned slabs, copying only what changed, page hashes.
 """
@@ -23,7 +24,8 @@ Not handled here: a disk tier, pinned slabs, copying only what changed, page has
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence as Items
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
@@ -95,10 +97,15 @@ class Parking:
         return 0 if host is None else host.numel()
 
     def park(self, sequence: Sequence, pages: Items[int]) -> None:
-        """Post the copy of `pages` to a new host buffer. Raises MemoryError or RuntimeError, and then nothing is posted."""
+        """Post the copy of `pages` to a new host buffer.
+
+        Raises MemoryError or RuntimeError, and then nothing is posted.
+        """
         num_bytes = len(pages) * self._kv.page_bytes
         if num_bytes > self._budget_bytes - self._held_bytes:
-            raise MemoryError(f"the park budget has {self._budget_bytes - self._held_bytes} bytes left, not {num_bytes}")
+            raise MemoryError(
+                f"the park budget has {self._budget_bytes - self._held_bytes} bytes left, not {num_bytes}"
+            )
         host = torch.empty(num_bytes, dtype=torch.uint8)
         self._post(sequence, pages, host, is_restore=False)
         self._hosts[sequence.id] = host
@@ -108,7 +115,8 @@ class Parking:
     def restore(self, sequence: Sequence, pages: Items[int], *, cached_pages: int) -> bool:
         """Post the copy of the parked state into `pages`, all but the first `cached_pages`, which hold theirs already.
 
-        False when there is nothing to copy: the sequence is resident at once. Raises KeyError when it is not parked here.
+        False when there is nothing to copy: the sequence is resident at once. Raises KeyError when it is not parked
+        here.
         """
         host = self._hosts[sequence.id]
         num_pages = host.numel() // self._kv.page_bytes

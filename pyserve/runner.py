@@ -1,7 +1,7 @@
 """The rows of a plan -> tensors -> model -> sampler -> token ids.
 
-`prepare` runs on the event loop and reads the sequences; `run` runs in the compute thread and reads only what `prepare` made, plus token
-lists that nobody changes before the step has been awaited.
+`prepare` runs on the event loop and reads the sequences; `run` runs in the compute thread and reads only what
+`prepare` made, plus token lists that nobody changes before the step has been awaited.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from pyserve.types import TokenLogprobs
 
 @dataclass(slots=True)
 class Step:
-    """One step, ready to run. `rows[i]` of those that sample has `requests[i]` and row `sample_at[i]` of the logits."""
+    """One step, ready to run.
+
+    `rows[i]` of those that sample has `requests[i]` and row `sample_at[i]` of the logits.
+    """
 
     rows: tuple[Row, ...]
     batch: StepBatch
@@ -39,7 +42,7 @@ class StepResult:
 
 
 class _PageTable:
-    """The page table of every slot, int32 [slots, width], kept from step to step: only pages that are new are written."""
+    """The page table of every slot, int32 [slots, width], kept from step to step: only new pages are written."""
 
     def __init__(self, num_slots: int, width: int) -> None:
         self.table = np.zeros((num_slots, width), dtype=np.int32)

@@ -22,7 +22,8 @@ from pyserve.settings import Settings
 from pyserve.text.chat import ChatTemplate
 from pyserve.text.tokenizer import Tokenizer
 
-# A compute thread that comes back from a step waits at most this long for the interpreter; the default of 5 ms is a whole step.
+# A compute thread that comes back from a step waits at most this long for the interpreter; the default of 5 ms is a
+# whole step.
 _SWITCH_INTERVAL_S = 0.0005
 
 
@@ -38,7 +39,10 @@ class ServedModel:
 
 
 async def start_engine(settings: Settings, model_path: Path, on_progress: Callable[[str, float], None]) -> ServedModel:
-    """Load the model off the event loop and start the engine. Raises ModelFileError or SettingsError, one line each."""
+    """Load the model off the event loop and start the engine.
+
+    Raises ModelFileError or SettingsError, one line each.
+    """
     num_threads = settings.threads or default_threads()
     pool_tokens = math.ceil(settings.ctx_size / settings.page_size) * settings.page_size
     model = await asyncio.to_thread(
@@ -53,7 +57,7 @@ async def start_engine(settings: Settings, model_path: Path, on_progress: Callab
     engine = EngineHandle(build_engine(model, settings, num_threads))
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     await engine.start()
-    return ServedModel(engine, model.tokenizer, model.chat_template, model.spec, model_path)
+    return ServedModel(engine, model.tokenizer, _chat_template(model), model.spec, model_path)
 
 
 def build_engine(model: Model, settings: Settings, num_threads: int) -> Engine:
@@ -97,6 +101,12 @@ def build_engine(model: Model, settings: Settings, num_threads: int) -> Engine:
     )
     runner = Runner(model.program, kv, num_slots=settings.parallel, pages_per_sequence=num_pages)
     return Engine(info, Ledger(limits), runner, Parking(kv, budget_bytes=budget_bytes))
+
+
+def _chat_template(model: Model) -> ChatTemplate:
+    tokenizer = model.tokenizer
+    bos, eos = (None if token is None else tokenizer.token_text(token) for token in (tokenizer.bos_id, tokenizer.eos_id))
+    return ChatTemplate(model.chat_template, bos=bos, eos=eos)
 
 
 def default_threads() -> int:

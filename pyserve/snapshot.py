@@ -1,7 +1,7 @@
 """The engine's state as the endpoints show it.
 
-Built when somebody asks, on the event loop, at most once per iteration: the engine's task changes its state only between two awaits, so
-what is read here is always the state at the end of an iteration, also while a long step runs.
+Built when somebody asks, on the event loop, at most once per iteration: the engine's task changes its state only
+between two awaits, so what is read here is always the state at the end of an iteration, also while a long step runs.
 """
 
 from __future__ import annotations
