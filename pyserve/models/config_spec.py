@@ -9,11 +9,16 @@ from .fields import MAX_COUNT, Fields
 from .files import shown
 from .folder import Folder
 from .rope import yarn_attention_factor
-from .spec import ModelSpec, RopeSpec
+from .spec import Activation, ModelSpec, RopeSpec
 
 QKV = frozenset({"attn_q", "attn_k", "attn_v"})
 MLP = frozenset({"ffn_gate", "ffn_up", "ffn_down"})
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,7 @@ def _family(fields: Fields) -> Family:
     return FAMILIES[name]
 
 
-def _activation(fields: Fields) -> str:
+def _activation(fields: Fields) -> Activation:
     name = fields.text("hidden_act", "silu")
     if name not in ACTIVATIONS:
         fields.fail("hidden_act", f"{shown(name)} is not supported ({', '.join(ACTIVATIONS)} are)")

@@ -48,7 +48,7 @@ class MappedFile:
         try:
             with path.open("rb") as file:
                 self.size = file.seek(0, 2)
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else None
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self.size else None
         except OSError as error:
             fail(path, f"cannot be read: {error.strerror or error}")
         if self._map is None:

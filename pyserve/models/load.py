@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..errors import ModelFileError
 from ..ops.program import Program
 from .files import fail, shown
 from .folder import Folder, read_chat_template
@@ -81,9 +82,12 @@ def build_program(
 def _tokenizer(source: GgufFile | Folder) -> Tokenizer:
     from ..text import tokenizer  # not needed, and not loaded, to inspect a model
 
-    if isinstance(source, GgufFile):
+    if isinstance(source, Folder):
+        return tokenizer.from_folder(source.path)
+    try:
         return tokenizer.from_gguf(source.metadata)
-    return tokenizer.from_folder(source.path)
+    except ModelFileError as error:
+        fail(source.path, error.message)
 
 
 def _chat_template(source: GgufFile | Folder) -> str | None:

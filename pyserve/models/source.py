@@ -43,8 +43,8 @@ def _check_spec(path: Path, spec: ModelSpec) -> None:
     """What the kernels rely on, whatever file the spec came from."""
     if spec.num_heads % spec.num_kv_heads:
         fail(path, f"{spec.num_heads} heads cannot share {spec.num_kv_heads} KV heads")
-    if spec.head_dim % 2:
-        fail(path, f"a head dimension of {spec.head_dim} is not supported: it must be even")
+    if spec.head_dim % 8 or not 8 <= spec.head_dim <= 256:
+        fail(path, f"a head dimension of {spec.head_dim} is not supported (multiples of 8 up to 256 are)")
     if spec.rope.base <= 1:
         fail(path, f"a rope base of {spec.rope.base} is not supported: it must be above 1")
 

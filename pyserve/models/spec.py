@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 ROPE_FACTORS = "rope_freqs.weight"  # GGUF: what llama3 scaling divides each pair's frequency by
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class ModelSpec:
     rope: RopeSpec
     windows: tuple[int, ...]  # of each layer: positions that a row sees, its own included; 0: all
     attention_scale: float
-    activation: str  # silu or gelu_tanh
+    activation: Activation
     biases: frozenset[str]  # the products of a layer that have one: attn_q, attn_k, ..., ffn_down
     is_head_normed: bool  # q and k of each head are normed before rope
     is_tied: bool  # the output head is the embedding table

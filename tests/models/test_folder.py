@@ -88,6 +88,26 @@ def test_a_config_that_cannot_be_served(tmp_path: Path, fields: dict[str, object
     assert expected in error_of(tmp_path / "model")
 
 
+JUNK = [None, -1, 0, 1, 2.5, float("nan"), 10**400, "x", "a\nb", [], [1], {}, {"x": {}}, True]
+
+
+def test_junk_in_any_field_never_ends_in_another_error(tmp_path: Path) -> None:
+    path = make_folder(tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    scaling = {"type": "yarn", "factor": 2.0, "beta_fast": 32, "original_max_position_embeddings": 64, "mscale": 1}
+    optional = ["sliding_window", "layer_types", "rope_scaling", "rope_parameters", "max_window_layers"]
+    changes = [{key: value} for key in [*config, *optional] for value in JUNK]
+    changes += [{"rope_scaling": scaling | {key: value}} for key in scaling for value in JUNK]
+    for arch in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM"):
+        for change in changes:
+            fields = config | {"architectures": [arch], "use_sliding_window": True} | change
+            (path / "config.json").write_text(json.dumps(fields))
+            try:
+                inspect(path)
+            except ModelFileError as error:
+                assert "\n" not in str(error)
+
+
 @pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"[" * 100_000, b"\xff\xff"])
 def test_a_config_that_is_not_an_object(tmp_path: Path, content: bytes) -> None:
     make_folder(tmp_path / "model")

@@ -99,7 +99,7 @@ def test_metadata_and_tensors_agree_with_the_gguf_package(tmp_path: Path) -> Non
 
 
 def test_a_large_vocabulary_is_read_within_a_second(tmp_path: Path) -> None:
-    path = make_gguf(tmp_path / "large.gguf", vocab=50_000, hidden=8, head_dim=2, intermediate=8)
+    path = make_gguf(tmp_path / "large.gguf", vocab=50_000, hidden=8, head_dim=8, intermediate=8)
     started = time.perf_counter()
     file = read_gguf(path)
     assert time.perf_counter() - started < 1.0
@@ -168,6 +168,10 @@ def test_a_missing_file_and_a_folder_without_a_config(tmp_path: Path) -> None:
         ({"attention.head_count_kv": [2, 1]}, "llama.attention.head_count_kv differs between layers"),
         ({"attention.value_length": 32}, "llama.attention.value_length differs from the key length"),
         ({"attention.layer_norm_rms_epsilon": float("nan")}, "llama.attention.layer_norm_rms_epsilon is nan"),
+        (
+            {"attention.key_length": 12, "attention.value_length": 12, "rope.dimension_count": 12},
+            "a head dimension of 12 is not supported",
+        ),
         ({"rope.freq_base": 0.0}, "llama.rope.freq_base is 0.0"),
         ({"rope.freq_base": 1.0}, "a rope base of 1.0 is not supported"),
         ({"rope.dimension_count": 15}, "llama.rope.dimension_count is 15"),
@@ -184,6 +188,23 @@ def test_a_missing_file_and_a_folder_without_a_config(tmp_path: Path) -> None:
 def test_metadata_that_contradicts_the_tensors(tmp_path: Path, metadata: dict[str, object], expected: str) -> None:
     make_gguf(tmp_path / "lying.gguf", metadata=metadata)
     assert expected in error_of(tmp_path / "lying.gguf")
+
+
+JUNK = [-1, 0, 1, 2.5, float("inf"), "x", ["x"], [1, 2], True]
+
+
+def test_junk_in_any_field_never_ends_in_another_error(tmp_path: Path) -> None:
+    keys = [key.removeprefix("llama.") for key in read_gguf(make_gguf(tmp_path / "model.gguf")).metadata]
+    optional = ["rope.scaling.type", "rope.scaling.factor", "attention.sliding_window", "attention.scale"]
+    for key in [*keys, *optional]:
+        if key.startswith("tokenizer."):
+            continue
+        for value in JUNK:
+            make_gguf(tmp_path / "junk.gguf", metadata={key: value}, layers=1, hidden=32, head_dim=8, vocab=300)
+            try:
+                inspect(tmp_path / "junk.gguf")
+            except ModelFileError as error:
+                assert "\n" not in str(error)
 
 
 def test_a_tensor_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
