@@ -67,16 +67,19 @@ Pool pool_of(const Tensor& kv) {
 }
 
 StepRows step_rows(const Tensor& positions, const Tensor& sequences, const Tensor& page_table) {
-  const StepRows rows{positions.size(0), ints(positions, "positions", 1), ints(sequences, "sequences", 1), ints(page_table, "page_table", 2),
-                      page_table.size(1)};
+  const int32_t* places = ints(positions, "positions", 1);
+  const int32_t* owners = ints(sequences, "sequences", 1);
+  const int32_t* pages = ints(page_table, "page_table", 2);
+  const StepRows rows{positions.size(0), places, owners, pages, page_table.size(1)};
   check(sequences.size(0) == rows.num_rows, "sequences must have ", rows.num_rows, " values, as positions has, not ", sequences.size(0));
   return rows;
 }
 
 RopeTable rope_table(const Tensor& cos, const Tensor& sin, bool is_interleaved) {
-  const RopeTable rope{floats(cos, "cos", 2), floats(sin, "sin", 2), cos.size(0), cos.size(1) * 2, is_interleaved};
+  const float* cosines = floats(cos, "cos", 2);
+  const float* sines = floats(sin, "sin", 2);
   check(sin.sizes() == cos.sizes(), "sin must have the shape of cos");
-  return rope;
+  return RopeTable{cosines, sines, cos.size(0), cos.size(1) * 2, is_interleaved};
 }
 
 Activation activation_of(int64_t kind) {
@@ -210,7 +213,20 @@ int64_t sample_row_op(const Tensor& logits, double temperature, int64_t top_k, d
   return sample_row(data, logits.size(0), row, scratch.data_ptr<float>());
 }
 
-// --- classes
+// --- classes. torch turns what a method throws into RuntimeError, unless it is one of its own errors; ops need no such help.
+
+template <auto function>
+struct Method;
+template <class Result, class... Args, Result (*function)(Args...)>
+struct Method<function> {
+  static Result call(Args... args) {
+    try {
+      return function(std::forward<Args>(args)...);
+    } catch (const std::invalid_argument& error) {
+      throw c10::ValueError({__func__, __FILE__, __LINE__}, error.what());
+    }
+  }
+};
 
 struct ProgramHolder : torch::CustomClassHolder {
   Program program;
@@ -222,49 +238,69 @@ struct ProgramHolder : torch::CustomClassHolder {
     kept.push_back(data);
     return packed_weight(data, type, rows, cols);
   }
-  void embed(const Tensor& data, int64_t type, int64_t rows, int64_t cols, int64_t out, double scale) {
-    program.embed(weight(data, type, rows, cols), out, static_cast<float>(scale));
+  const float* values(const MaybeTensor& tensor, const char* name, int64_t len) {
+    if (tensor.has_value()) kept.push_back(*tensor);
+    return floats_of_len(tensor, name, len);
   }
-  void rms_norm(int64_t x, const Tensor& factors, double eps, int64_t out) {
-    kept.push_back(factors);
-    program.rms_norm(x, floats(factors, "weight", 1), factors.size(0), static_cast<float>(eps), out);
-  }
-  // One row [type, rows, cols] of `shapes` for each weight.
-  void linear(int64_t x, const std::vector<Tensor>& data, const std::vector<std::vector<int64_t>>& shapes, const c10::List<MaybeTensor>& biases, int64_t out,
-              bool accumulate) {
-    check(shapes.size() == data.size() && biases.size() == data.size(), "biases: must be as many as weights");
-    std::vector<PackedWeight> weights;
-    std::vector<const float*> added;
-    for (size_t i = 0; i < data.size(); ++i) {
-      weights.push_back(weight(data[i], shapes[i].at(0), shapes[i].at(1), shapes[i].at(2)));
-      const MaybeTensor bias = biases.get(i);
-      added.push_back(floats_of_len(bias, "bias", weights.back().rows));
-      if (bias.has_value()) kept.push_back(*bias);
-    }
-    program.linear(x, weights, added, out, accumulate);
-  }
-  void rope_kv_write(int64_t qkv, const std::vector<int64_t>& shape, const Tensor& cos, const Tensor& sin, bool is_interleaved, const MaybeTensor& q_norm,
-                     const MaybeTensor& k_norm, double norm_eps) {
-    const AttentionShape as = attention_shape(shape);
-    const HeadNorm norm{floats_of_len(q_norm, "q_norm", as.head_dim), floats_of_len(k_norm, "k_norm", as.head_dim), static_cast<float>(norm_eps)};
-    for (const MaybeTensor& tensor : {MaybeTensor(cos), MaybeTensor(sin), q_norm, k_norm}) {
-      if (tensor.has_value()) kept.push_back(*tensor);
-    }
-    program.rope_kv_write(qkv, as, rope_table(cos, sin, is_interleaved), norm);
-  }
-  void attention(int64_t qkv, int64_t out, const std::vector<int64_t>& shape, double scale, int64_t window, double softcap) {
-    program.attention(qkv, out, attention_shape(shape), static_cast<float>(scale), window, static_cast<float>(softcap));
-  }
-  static AttentionShape attention_shape(const std::vector<int64_t>& shape) { return {shape.at(0), shape.at(1), shape.at(2), shape.at(3)}; }
 };
 
 using ProgramPtr = c10::intrusive_ptr<ProgramHolder>;
+using Shape = std::vector<int64_t>;
+
+AttentionShape attention_shape(const Shape& shape) { return {shape.at(0), shape.at(1), shape.at(2), shape.at(3)}; }
+
+int64_t add_buffer(const ProgramPtr& self, int64_t width) { return self->program.buffer(width); }
+
+void add_embed(const ProgramPtr& self, const Tensor& data, int64_t type, int64_t rows, int64_t cols, int64_t out, double scale) {
+  self->program.embed(self->weight(data, type, rows, cols), out, static_cast<float>(scale));
+}
+
+void add_rms_norm(const ProgramPtr& self, int64_t x, const Tensor& factors, double eps, int64_t out) {
+  const float* data = floats(factors, "weight", 1);
+  self->kept.push_back(factors);
+  self->program.rms_norm(x, data, factors.size(0), static_cast<float>(eps), out);
+}
+
+// One row [type, rows, cols] of `shapes` for each weight.
+void add_linear(const ProgramPtr& self, int64_t x, const std::vector<Tensor>& data, const std::vector<Shape>& shapes, const c10::List<MaybeTensor>& biases,
+                int64_t out, bool accumulate) {
+  check(shapes.size() == data.size() && biases.size() == data.size(), "biases must be as many as weights: ", data.size(), ", not ", biases.size());
+  std::vector<PackedWeight> weights;
+  std::vector<const float*> added;
+  for (size_t i = 0; i < data.size(); ++i) {
+    weights.push_back(self->weight(data[i], shapes[i].at(0), shapes[i].at(1), shapes[i].at(2)));
+    added.push_back(self->values(biases.get(i), "bias", weights.back().rows));
+  }
+  self->program.linear(x, weights, added, out, accumulate);
+}
+
+void add_rope_kv_write(const ProgramPtr& self, int64_t qkv, const Shape& shape, const Tensor& cos, const Tensor& sin, bool is_interleaved,
+                       const MaybeTensor& q_norm, const MaybeTensor& k_norm, double norm_eps) {
+  const AttentionShape as = attention_shape(shape);
+  const RopeTable rope = rope_table(cos, sin, is_interleaved);
+  self->kept.insert(self->kept.end(), {cos, sin});
+  const HeadNorm norm{self->values(q_norm, "q_norm", as.head_dim), self->values(k_norm, "k_norm", as.head_dim), static_cast<float>(norm_eps)};
+  self->program.rope_kv_write(qkv, as, rope, norm);
+}
+
+void add_attention(const ProgramPtr& self, int64_t qkv, int64_t out, const Shape& shape, double scale, int64_t window, double softcap) {
+  self->program.attention(qkv, out, attention_shape(shape), static_cast<float>(scale), window, static_cast<float>(softcap));
+}
+
+void add_gated_activation(const ProgramPtr& self, int64_t gate_up, int64_t out, int64_t kind) {
+  self->program.gated_activation(gate_up, out, activation_of(kind));
+}
+
+void add_take_rows(const ProgramPtr& self, int64_t x, int64_t out) { self->program.take_rows(x, out); }
+
+void set_logits(const ProgramPtr& self, int64_t x) { self->program.set_logits(x); }
 
 // Logits [num_samples, vocab]: a view of the program's register, which lives as long as the view.
 Tensor run_program(const ProgramPtr& self, const Tensor& tokens, const Tensor& positions, const Tensor& sequences, const Tensor& page_table,
                    const Tensor& sample_rows, const Tensor& kv) {
-  const Batch batch{ints(tokens, "tokens", 1), step_rows(positions, sequences, page_table), page_table.size(0), ints(sample_rows, "sample_rows", 1),
-                    sample_rows.size(0)};
+  const int32_t* ids = ints(tokens, "tokens", 1);
+  const int32_t* samples = ints(sample_rows, "sample_rows", 1);
+  const Batch batch{ids, step_rows(positions, sequences, page_table), page_table.size(0), samples, sample_rows.size(0)};
   check(tokens.size(0) == batch.rows.num_rows, "positions must have ", tokens.size(0), " values, as tokens has, not ", batch.rows.num_rows);
   const float* logits = self->program.run(batch, pool_of(kv));
   return at::from_blob(const_cast<float*>(logits), {batch.num_samples, self->program.logits_width()}, [self](void*) {}, at::kFloat);
@@ -284,8 +320,11 @@ struct StreamHolder : torch::CustomClassHolder {
   StreamHolder(double delay_ms, std::optional<int64_t> fail_after) : stream(delay_ms, fail_after) {}
 };
 
-c10::intrusive_ptr<EventHolder> post_copy(const c10::intrusive_ptr<StreamHolder>& self, const Tensor& pool, const Tensor& host, const Tensor& combs,
-                                          bool to_host, const std::optional<c10::intrusive_ptr<FenceHolder>>& fence) {
+using EventPtr = c10::intrusive_ptr<EventHolder>;
+using FencePtr = c10::intrusive_ptr<FenceHolder>;
+using StreamPtr = c10::intrusive_ptr<StreamHolder>;
+
+EventPtr post_copy(const StreamPtr& self, const Tensor& pool, const Tensor& host, const Tensor& combs, bool to_host, const std::optional<FencePtr>& fence) {
   PageCopy copy = page_copy_of(pool, host, combs, to_host);
   auto kept = std::make_shared<std::pair<Tensor, Tensor>>(pool, host);
   return c10::make_intrusive<EventHolder>(self->stream.post(std::move(copy), fence ? (*fence)->fence.event() : nullptr, std::move(kept)));
@@ -311,30 +350,28 @@ TORCH_LIBRARY(pyserve, m) {
 
   m.class_<ProgramHolder>("Program")
       .def(torch::init<int64_t, int64_t, int64_t>())
-      .def("buffer", [](const ProgramPtr& self, int64_t width) { return self->program.buffer(width); })
-      .def("embed", &ProgramHolder::embed)
-      .def("rms_norm", &ProgramHolder::rms_norm)
-      .def("linear", &ProgramHolder::linear)
-      .def("rope_kv_write", &ProgramHolder::rope_kv_write)
-      .def("attention", &ProgramHolder::attention)
-      .def("gated_activation", [](const ProgramPtr& self, int64_t gate_up, int64_t out, int64_t kind) {
-        self->program.gated_activation(gate_up, out, activation_of(kind));
-      })
-      .def("take_rows", [](const ProgramPtr& self, int64_t x, int64_t out) { self->program.take_rows(x, out); })
-      .def("set_logits", [](const ProgramPtr& self, int64_t x) { self->program.set_logits(x); })
-      .def("run", &run_program);
+      .def("buffer", &Method<&add_buffer>::call)
+      .def("embed", &Method<&add_embed>::call)
+      .def("rms_norm", &Method<&add_rms_norm>::call)
+      .def("linear", &Method<&add_linear>::call)
+      .def("rope_kv_write", &Method<&add_rope_kv_write>::call)
+      .def("attention", &Method<&add_attention>::call)
+      .def("gated_activation", &Method<&add_gated_activation>::call)
+      .def("take_rows", &Method<&add_take_rows>::call)
+      .def("set_logits", &Method<&set_logits>::call)
+      .def("run", &Method<&run_program>::call);
 
   m.class_<EventHolder>("CopyEvent")
-      .def("query", [](const c10::intrusive_ptr<EventHolder>& self) { return self->event->query(); })
-      .def("wait", [](const c10::intrusive_ptr<EventHolder>& self, std::optional<double> timeout_s) { return self->event->wait(timeout_s); });
-  m.class_<FenceHolder>("Fence").def(torch::init<>()).def("signal", [](const c10::intrusive_ptr<FenceHolder>& self) { self->fence.signal(); });
+      .def("query", [](const EventPtr& self) { return self->event->query(); })
+      .def("wait", [](const EventPtr& self, std::optional<double> timeout_s) { return self->event->wait(timeout_s); });
+  m.class_<FenceHolder>("Fence").def(torch::init<>()).def("signal", [](const FencePtr& self) { self->fence.signal(); });
   m.class_<StreamHolder>("CopyStream")
       .def(torch::init<double, std::optional<int64_t>>())
-      .def("copy_pages", &post_copy)
-      .def("pause", [](const c10::intrusive_ptr<StreamHolder>& self) { self->stream.pause(); })
-      .def("resume", [](const c10::intrusive_ptr<StreamHolder>& self) { self->stream.resume(); })
-      .def("num_outstanding", [](const c10::intrusive_ptr<StreamHolder>& self) { return self->stream.num_outstanding(); })
-      .def("close", [](const c10::intrusive_ptr<StreamHolder>& self) { self->stream.close(); });
+      .def("copy_pages", &Method<&post_copy>::call)
+      .def("pause", [](const StreamPtr& self) { self->stream.pause(); })
+      .def("resume", [](const StreamPtr& self) { self->stream.resume(); })
+      .def("num_outstanding", [](const StreamPtr& self) { return self->stream.num_outstanding(); })
+      .def("close", [](const StreamPtr& self) { self->stream.close(); });
 }
 
 TORCH_LIBRARY_IMPL(pyserve, CPU, m) {

@@ -19,12 +19,13 @@ from pathlib import Path
 
 import torch
 
+from pyserve.errors import PyserveError
 from pyserve.ops import flags
 
 _KEPT_BUILDS = 4  # older ones are deleted; a process that has one loaded keeps it
 
 
-class BuildError(RuntimeError):
+class BuildError(PyserveError):
     """The extension could not be built; one line that says why."""
 
 
