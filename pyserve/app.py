@@ -51,7 +51,9 @@ class App:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
             return
-        await self._app()(scope, receive, send)
+        self.make()
+        assert self._starlette is not None
+        await self._starlette(scope, receive, send)
 
     async def drain(self) -> None:
         """Refuse new requests, let running ones go on for the drain timeout, then end them with an error."""
@@ -62,12 +64,13 @@ class App:
         if not await state.model.engine.drain(state.settings.drain_timeout_s):
             await state.model.engine.stop()
 
-    def _app(self) -> Starlette:
-        if self._starlette is None:
+    def make(self) -> ServerState:
+        """The state of this server; made at the first call. Raises SettingsError for a bad variable."""
+        if self.state is None:
             settings = self._settings if self._settings is not None else settings_from_environment(os.environ)
             self.state = ServerState(settings)
             self._starlette = _make_starlette(self.state)
-        return self._starlette
+        return self.state
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -86,9 +89,7 @@ class App:
 
     def _prepare(self) -> ServerState:
         """Everything that can fail before the server listens."""
-        self._app()
-        state = self.state
-        assert state is not None
+        state = self.make()
         setup_logging(state.settings.log_level)
         for name in unknown_variables(os.environ):
             logger.warning("the variable %s is not known; see python -m pyserve --help", name)

@@ -11,9 +11,9 @@ from starlette.responses import Response
 import pyserve
 from pyserve import metrics
 from pyserve.errors import NotFound, NotSupported, Unavailable
+from pyserve.http import shapes
 from pyserve.http.errors import error_response
 from pyserve.http.state import ServerState
-from pyserve.http.text_endpoints import json_response
 from pyserve.types import SamplingParams, SlotSnapshot
 
 
@@ -27,7 +27,7 @@ async def health(request: Request) -> Response:
     if state.is_draining:
         return error_response(Unavailable("Shutting down"))
     snapshot = state.model.engine.snapshot
-    return json_response(
+    return shapes.json_response(
         {
             "status": "stuck" if snapshot.is_stuck else "ok",
             "last_step_age_ms": round((time.monotonic() - snapshot.last_step_at_s) * 1e3, 1)
@@ -56,7 +56,7 @@ async def slots(request: Request) -> Response:
     snapshot = engine.snapshot
     if request.query_params.get("fail_on_no_slot") and all(slot.is_processing for slot in snapshot.slots):
         raise Unavailable("no slot available")
-    return json_response([_slot(slot, engine.limits.context_len) for slot in snapshot.slots])
+    return shapes.json_response([_slot(slot, engine.limits.context_len) for slot in snapshot.slots])
 
 
 async def props(request: Request) -> Response:
@@ -64,7 +64,7 @@ async def props(request: Request) -> Response:
     state: ServerState = request.app.state.server
     if request.method == "POST":
         raise NotSupported("This server does not support changing global properties")
-    return json_response(_props(state))
+    return shapes.json_response(_props(state))
 
 
 async def models(request: Request) -> Response:
@@ -92,7 +92,7 @@ async def models(request: Request) -> Response:
         "parameters": "",
         "details": details,
     }
-    return json_response({"models": [entry], "object": "list", "data": [_model(state)]})
+    return shapes.json_response({"models": [entry], "object": "list", "data": [_model(state)]})
 
 
 async def model(request: Request) -> Response:
@@ -102,7 +102,7 @@ async def model(request: Request) -> Response:
     name = request.path_params["id"]
     if name not in data["aliases"]:
         raise NotFound(f"The model '{name}' does not exist", param="model")
-    return json_response(data)
+    return shapes.json_response(data)
 
 
 async def not_supported(request: Request) -> Response:
@@ -158,7 +158,7 @@ def _slot(slot: SlotSnapshot, context_len: int) -> dict[str, Any]:
             "n_prompt_tokens": slot.prompt_tokens,
             "n_prompt_tokens_processed": slot.processed_tokens,
             "n_prompt_tokens_cache": slot.cached_tokens,
-            "params": sampling_settings(slot.sampling or SamplingParams()),
+            "params": shapes.sampling_settings(slot.sampling or SamplingParams()),
             "next_token": [
                 {"has_next_token": slot.is_processing, "n_remain": remaining, "n_decoded": slot.generated_tokens}
             ],
@@ -166,27 +166,14 @@ def _slot(slot: SlotSnapshot, context_len: int) -> dict[str, Any]:
     return shown
 
 
-def sampling_settings(params: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters under llama.cpp's names."""
-    return {
-        "seed": params.seed,
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "repeat_last_n": params.repeat_last_n,
-        "repeat_penalty": params.repeat_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "n_probs": params.num_logprobs or 0,
-    }
-
-
 def _props(state: ServerState) -> dict[str, Any]:
     served = state.served
     limits, tokenizer, spec = served.engine.limits, served.tokenizer, served.spec
     return {
-        "default_generation_settings": {"params": sampling_settings(SamplingParams()), "n_ctx": limits.context_len},
+        "default_generation_settings": {
+            "params": shapes.sampling_settings(SamplingParams()),
+            "n_ctx": limits.context_len,
+        },
         "total_slots": limits.num_slots,
         "model_alias": state.alias,
         "model_ftype": spec.file_type,

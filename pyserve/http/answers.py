@@ -99,7 +99,7 @@ class GenerationResponse(Response):
         """What events say about a choice beside its text."""
         match event:
             case Started():
-                choice.started()
+                choice.started(event.slot)
             case PromptProgress():
                 choice.cached_tokens = event.cached
             case PromptLogprobs():

@@ -35,6 +35,7 @@ class Choice:
         self, index: int, request: SequenceRequest, tokenizer: Tokenizer, stops: Sequence[str], min_tokens: int
     ) -> None:
         self.index = index
+        self.slot: int | None = None
         self.request = request
         self.finish_reason: FinishReason | None = None
         self.stop_string: str | None = None
@@ -59,7 +60,8 @@ class Choice:
     def is_over(self) -> bool:
         return self.finish_reason is not None
 
-    def started(self) -> None:
+    def started(self, slot: int) -> None:
+        self.slot = slot
         self._started_s = time.monotonic()
 
     def preempted(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.routing import Route
 
-from pyserve.http import admin, openai, text_endpoints
+from pyserve.http import admin, native, openai, text_endpoints
 from pyserve.http.errors import Handler, guarded
 
 NOT_BUILT = (
@@ -27,6 +27,7 @@ def make_routes() -> list[Route]:
             "/v1/chat/completions/input_tokens", "/chat/completions/input_tokens", handler=text_endpoints.input_tokens
         ),
         *_post("/v1/completions", handler=openai.completions),
+        *_post("/completion", "/completions", handler=native.completion),
         *_post("/tokenize", handler=text_endpoints.tokenize),
         *_post("/detokenize", handler=text_endpoints.detokenize),
         *_post("/apply-template", handler=text_endpoints.apply_template),

@@ -55,13 +55,12 @@ def max_tokens(body: GenerationBody) -> int | None:
 
 def num_choices(body: GenerationBody, num_slots: int) -> int:
     """`n`. Raises InvalidRequest outside 1 to the number of slots."""
-    count = body.n if body.n is not None else body.n_cmpl
+    field, count = ("n", body.n) if body.n is not None else ("n_cmpl", body.n_cmpl)
     if count is None:
         return 1
     if not 1 <= count <= num_slots:
-        raise InvalidRequest(
-            f"Field 'n': expected integer from 1 to {num_slots} (the server's slots), got {count}", param="n"
-        )
+        message = f"Field '{field}': expected integer from 1 to {num_slots} (the server's slots), got {count}"
+        raise InvalidRequest(message, param=field)
     return count
 
 

@@ -1,4 +1,4 @@
-"""Parts of answers that several endpoints share: usage, timings, log-probabilities."""
+"""Parts of answers that several endpoints share: usage, timings, log-probabilities, sampling settings."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import orjson
+from starlette.responses import Response
+
 from pyserve.http.choice import Choice
-from pyserve.types import SequenceStats, Token, TokenLogprobs
+from pyserve.types import SamplingParams, SequenceStats, Token, TokenLogprobs
 
 if TYPE_CHECKING:
     from pyserve.text.tokenizer import Tokenizer
 
 LOWEST = -3.4028234663852886e38  # stands for the logprob of probability 0, which JSON cannot write
+
+
+def json_response(data: Any) -> Response:
+    return Response(orjson.dumps(data), media_type="application/json")
 
 
 def usage(choices: Sequence[Choice], num_choices: int) -> dict[str, Any]:
@@ -82,6 +89,22 @@ def completion_logprobs(entries: Sequence[TokenLogprobs | int], offset: int, tok
         whole, pending = _whole_characters(pending)
         offset += len(whole)
     return shape
+
+
+def sampling_settings(params: SamplingParams) -> dict[str, Any]:
+    """Sampling parameters under llama.cpp's names."""
+    return {
+        "seed": params.seed,
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repeat_last_n": params.repeat_last_n,
+        "repeat_penalty": params.repeat_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "n_probs": params.num_logprobs or 0,
+    }
 
 
 def token_bytes(token: int, tokenizer: Tokenizer) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,12 +12,8 @@ from pyserve.http.messages import render_chat
 from pyserve.http.openai import chat_tokens, prepare
 from pyserve.http.prompts import check_tokens
 from pyserve.http.schema import ChatBody, DetokenizeBody, TokenizeBody, decode, read_body
-from pyserve.http.shapes import token_bytes
+from pyserve.http.shapes import json_response, token_bytes
 from pyserve.http.state import ServerState
-
-
-def json_response(data: Any) -> Response:
-    return Response(orjson.dumps(data), media_type="application/json")
 
 
 async def tokenize(request: Request) -> Response:

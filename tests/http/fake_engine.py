@@ -7,6 +7,7 @@ prompt with `answer`, one token per word, under the request's own limits.
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -232,3 +233,10 @@ def starter(served: FakeServed) -> Callable[..., object]:
         return served
 
     return start
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
