@@ -89,9 +89,7 @@ def _add_missing_tokens(pipeline: Pipeline, config: dict[str, object]) -> None:
         flags = {name: bool(entry.get(name, False)) for name in ("lstrip", "rstrip", "single_word", "special")}
         pipeline.add_tokens([AddedToken(content, normalized=bool(entry.get("normalized", True)), **flags)])
         if pipeline.token_to_id(content) != int(key):
-            raise ModelFileError(
-                f"tokenizer_config.json: added_tokens_decoder gives {content!r} the id {key}, not free"
-            )
+            raise ModelFileError(f"tokenizer_config.json: added_tokens_decoder: {content!r} cannot have the id {key}")
 
 
 def _pieces(pipeline: Pipeline, folder: Path) -> tuple[Pieces, bool]:

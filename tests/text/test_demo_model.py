@@ -1,4 +1,4 @@
-"""The demo model's vocabulary, against transformers' own reading of the same file."""
+"""The demo model's vocabulary, against transformers with the same vocabulary and merges."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from functools import cache
 from pathlib import Path
 
 from gguf import GGUFReader
-from transformers import AutoTokenizer
+from tokenizers import AddedToken, pre_tokenizers
+from transformers import GPT2Tokenizer, PreTrainedTokenizerBase
 
 from pyserve.text.chat import ChatTemplate, source_in_gguf
 from pyserve.text.tokenizer import from_gguf
-from tests.text.vocabularies import CORPUS, HURTING
+from tests.text.vocabularies import CORPUS, HURTING, merges_of, vocab_of
 
 
 @cache
@@ -27,8 +28,24 @@ def metadata() -> dict[str, object]:
     return {key: field.contents() for key, field in GGUFReader(demo_file()).fields.items()}
 
 
+def oracle() -> PreTrainedTokenizerBase:
+    """The model's own tokenizer.json is GPT-2's with each digit apart."""
+    vocab = vocab_of(metadata())
+    tokenizer = GPT2Tokenizer(
+        vocab=vocab, merges=merges_of(metadata()), bos_token="<|im_start|>", eos_token="<|im_end|>"
+    )
+    tokenizer.add_special_tokens(
+        {"extra_special_tokens": [AddedToken(text, special=True) for text in list(vocab)[:17]]}
+    )
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.chat_template = source_in_gguf(metadata())
+    return tokenizer
+
+
 def test_ids_and_chats_are_those_of_transformers() -> None:
-    theirs = AutoTokenizer.from_pretrained(demo_file().parent, gguf_file=demo_file().name)
+    theirs = oracle()
     ours = from_gguf(metadata())
     for text in [*HURTING, *CORPUS, "<|im_start|>user\nhi<|im_end|>\n", "\n".join(CORPUS)]:
         assert ours.encode(text) == theirs.encode(text), text

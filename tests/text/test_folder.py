@@ -29,7 +29,11 @@ def byte_level_folder(path: Path, **config: object) -> Path:
     pipeline.add_special_tokens(CONTROL)
     pipeline.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
     pipeline.post_processor = processors.TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
-    return saved(path, pipeline, {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}, **config})
+    return saved(
+        path,
+        pipeline,
+        {"bos_token": "<|im_start|>", "eos_token": {"__type": "AddedToken", "content": "<|im_end|>"}, **config},
+    )
 
 
 def sentencepiece_folder(path: Path) -> Path:
