@@ -153,11 +153,11 @@ def model_path(settings: Settings) -> Path:
 
 def check_model(settings: Settings) -> None:
     """Read the model's header. Raises ModelFileError or SettingsError, one line each."""
-    from pyserve.models.load import inspect  # torch comes with it
-
     path = model_path(settings)
     if not path.exists():
         raise ModelFileError(f"{path}: no such file or folder")
+    from pyserve.models.load import inspect  # torch comes with it
+
     inspect(path)
 
 

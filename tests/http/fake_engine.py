@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from pyserve.errors import ContextExceeded, Unavailable
@@ -85,6 +86,11 @@ def make_tokenizer(*, adds_bos: bool = False) -> Tokenizer:
     return Tokenizer(vocabulary)
 
 
+@cache
+def make_template() -> ChatTemplate:
+    return ChatTemplate(TEMPLATE, bos="", eos="<|im_end|>")
+
+
 def make_spec() -> ModelSpec:
     rope = RopeSpec(base=10000.0, rotary_dim=64, is_interleaved=True)
     return ModelSpec(
@@ -131,7 +137,7 @@ class FakeEngine:
     @property
     def snapshot(self) -> Snapshot:
         slots = tuple(
-            SlotSnapshot(index, "generating", is_processing=True, request_id="task", prompt_tokens=3, cells=4)
+            SlotSnapshot(index, "generating", is_processing=True, request_id="task", generated_tokens=1, cells=4)
             if index < self.num_open else SlotSnapshot(index)
             for index in range(self.limits.num_slots)
         )  # fmt: skip
@@ -221,7 +227,7 @@ class FakeServed:
 
     engine: FakeEngine = field(default_factory=FakeEngine)
     tokenizer: Tokenizer = field(default_factory=make_tokenizer)
-    chat_template: ChatTemplate = field(default_factory=lambda: ChatTemplate(TEMPLATE, bos="", eos="<|im_end|>"))
+    chat_template: ChatTemplate = field(default_factory=make_template)
     spec: ModelSpec = field(default_factory=make_spec)
     path: Path = Path("/models/fake.gguf")
 
