@@ -14,7 +14,7 @@ from .folder import Folder, read_chat_template
 from .gguf import GgufFile
 from .llama import build
 from .source import inspect, open_model
-from .spec import ModelSpec
+from .spec import ROPE_FACTORS, ModelSpec
 from .weights import Weights
 
 if TYPE_CHECKING:
@@ -75,7 +75,9 @@ def build_program(
 ) -> Program:
     """The model's step, without tokenizer: what `load` calls, and what compares logits."""
     program = Program(max_tokens=max_tokens, max_samples=max_samples, num_threads=num_threads)
-    build(spec, Weights(source.tensors, on_progress), program, max_positions)
+    used = [name for name in (*spec.tensor_shapes(), ROPE_FACTORS) if name in source.tensors]
+    weights = Weights({name: source.tensors[name] for name in used}, num_threads, on_progress)
+    build(spec, weights, program, max_positions)
     return program
 
 

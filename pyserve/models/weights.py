@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -14,38 +15,50 @@ from .spec import ROPE_FACTORS
 
 
 class Weights:
-    """Hands out packed weights by GGUF name. Each is read once; its part of the mapping is released straight away, so
-    that the weights are held once. `on_progress` hears the share of the bytes that are packed."""
+    """All weights of a model under their GGUF names, packed by `num_threads` threads as this is built.
 
-    def __init__(self, tensors: Mapping[str, FileTensor], on_progress: Callable[[float], None]) -> None:
-        self._tensors = tensors
-        self._on_progress = on_progress
-        self._total_bytes = sum(tensor.num_bytes for tensor in tensors.values())
-        self._done_bytes = 0
+    Each tensor is read once and its part of the mapping is released straight away, so that the weights are held once.
+    `on_progress` hears the share of the bytes that are done, in the thread that builds.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, FileTensor], num_threads: int, on_progress: Callable[[float], None]
+    ) -> None:
+        self._vectors = {name: _vector(tensor) for name, tensor in tensors.items() if len(tensor.shape) == 1}
+        matrices = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) == 2}
+        self._packed: dict[str, PackedWeight] = {}
+        total_bytes, done_bytes = sum(tensor.num_bytes for tensor in matrices.values()), 0
+        with ThreadPoolExecutor(num_threads) as pool:
+            for name, weight in zip(matrices, pool.map(_packed, matrices.values()), strict=True):
+                self._packed[name] = weight
+                done_bytes += matrices[name].num_bytes
+                on_progress(done_bytes / total_bytes)
 
     def packed(self, name: str) -> PackedWeight:
         """A matrix [outputs, inputs] in the kernels' layout."""
-        tensor = self._tensors[name]
-        weight = pack(tensor.type, tensor.raw, *tensor.shape)
-        self._finish(tensor)
-        return weight
+        return self._packed[name]
 
     def vector(self, name: str) -> torch.Tensor:
         """A norm or a bias: f32 [values]."""
-        tensor = self._tensors[name]
-        values = torch.from_numpy(tensor.floats())
-        self._finish(tensor)
-        return values
+        return self._vectors[name]
 
     def vector_if_there(self, name: str) -> torch.Tensor | None:
-        return self.vector(name) if name in self._tensors else None
+        return self._vectors.get(name)
 
     def rope_factors(self) -> NDArray[np.float64] | None:
         """What the file divides the rope frequencies by: f64 [rotary_dim / 2], or None."""
-        tensor = self._tensors.get(ROPE_FACTORS)
-        return None if tensor is None else tensor.floats().astype(np.float64)
+        factors = self._vectors.get(ROPE_FACTORS)
+        return None if factors is None else factors.numpy().astype(np.float64)
 
-    def _finish(self, tensor: FileTensor) -> None:
-        tensor.release()
-        self._done_bytes += tensor.num_bytes
-        self._on_progress(self._done_bytes / self._total_bytes)
+
+def _packed(tensor: FileTensor) -> PackedWeight:
+    rows, columns = tensor.shape
+    weight = pack(tensor.type, tensor.raw, rows, columns)
+    tensor.release()
+    return weight
+
+
+def _vector(tensor: FileTensor) -> torch.Tensor:
+    values = torch.from_numpy(tensor.floats())
+    tensor.release()
+    return values
