@@ -1,4 +1,6 @@
-"""Builds the extension ahead of time. Everything else about the package is in pyproject.toml; flags and sources are in pyserve/ops/flags.py."""
+"""Builds the extension ahead of time. Everything else about the package is in pyproject.toml; flags and sources are
+in pyserve/ops/flags.py.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,15 @@ CSRC = Path("csrc")
 FLAGS = runpy.run_path(str(ROOT / "pyserve" / "ops" / "flags.py"))
 
 setup(
-    # The sources go into the wheel as pyserve/csrc too: a wheel that meets another torch version builds again at first import.
+    # The sources go into the wheel as pyserve/csrc too: a wheel that meets another torch version builds again at
+    # first import.
     packages=[*find_packages(include=["pyserve", "pyserve.*"]), "pyserve.csrc", "pyserve.csrc.cpu"],
     package_dir={"pyserve.csrc": "csrc", "pyserve.csrc.cpu": "csrc/cpu"},
-    package_data={"pyserve": ["web/*", "web/**/*"], "pyserve.csrc": ["*.h", "*.cpp"], "pyserve.csrc.cpu": ["*.h", "*.cpp"]},
+    package_data={
+        "pyserve": ["web/*", "web/**/*"],
+        "pyserve.csrc": ["*.h", "*.cpp"],
+        "pyserve.csrc.cpu": ["*.h", "*.cpp"],
+    },
     ext_modules=[
         CppExtension(
             name="pyserve." + FLAGS["extension_name"](torch.__version__),

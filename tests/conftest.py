@@ -1,4 +1,6 @@
-"""What every test needs: the extension, built once before the workers start, and torch on one thread, since the tests share few cores."""
+"""What every test needs: the extension, built once before the workers start, and torch on one thread, since the tests
+share few cores.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ NEEDS_TORCH = ("ops", "engine", "models", "http", "e2e")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Builds before xdist starts its workers, so that one process does and shows its progress. tests/pure alone needs no build."""
+    """Builds before xdist starts its workers, so that one process does and shows its progress. tests/pure alone needs
+    no build.
+    """
     is_worker = hasattr(session.config, "workerinput")
     if is_worker or not any(_may_need_torch(argument) for argument in session.config.args):
         return

@@ -1,4 +1,6 @@
-"""The kernels and the step program. Importing this package loads the extension, and builds it first where there is no build of these sources."""
+"""The kernels and the step program. Importing this package loads the extension, and builds it first where there is no
+build of these sources.
+"""
 
 from __future__ import annotations
 

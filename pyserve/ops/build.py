@@ -1,8 +1,10 @@
 """Finds or builds the extension and loads it.
 
-Order: the extension that `pip install` built for this torch version; then a build in the cache; then a new build with ninja. A cached build is named after a
-hash of the sources, the flags, the compiler and the torch version, so finding it again reads some small files and starts nothing. Object files are kept beside it, so that a changed
-source compiles alone. One file lock per folder keeps two processes from building at once; the one that waited finds the result of the other.
+Order: the extension that `pip install` built for this torch version; then a build in the cache; then a new build with
+ninja. A cached build is named after a hash of the sources, the flags, the compiler and the torch version, so finding
+it again reads some small files and starts nothing. Object files are kept beside it, so that a changed source compiles
+alone. One file lock per folder keeps two processes from building at once; the one that waited finds the result of the
+other.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def source_folder() -> Path:
     for folder in (package.parent / "csrc", package / "csrc"):
         if (folder / "registration.cpp").is_file():
             return folder
-    raise BuildError(f"the kernel sources are neither in {package.parent / 'csrc'} nor in {package / 'csrc'}: the installation is damaged")
+    raise BuildError(
+        f"no kernel sources in {package.parent / 'csrc'} or {package / 'csrc'}: the installation is damaged"
+    )
 
 
 def build_folder(csrc: Path) -> Path:
@@ -92,7 +96,9 @@ def _locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "build.lock").open("w")
     except OSError as error:
-        raise BuildError(f"cannot write to the build folder {folder} ({error.strerror}); set PYSERVE_BUILD_DIR to a writable one") from error
+        raise BuildError(
+            f"cannot write to the build folder {folder} ({error.strerror}); set PYSERVE_BUILD_DIR to a writable one"
+        ) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # given back by the system when the process ends, however it ends
         yield
@@ -100,14 +106,22 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _compile(csrc: Path, folder: Path, path: Path) -> None:
     if shutil.which(_compiler()) is None:
-        raise BuildError(f"no C++ compiler: {_compiler()} is not on PATH. Install g++ (Debian, Ubuntu: apt-get install g++) or set CXX")
+        raise BuildError(
+            f"no C++ compiler: {_compiler()} is not on PATH; install it (Debian: apt-get install g++) or set CXX"
+        )
     from torch.utils import cpp_extension  # here, since it takes longer to import than a cached build takes to load
 
     started = time.monotonic()
-    print(f"building extension ({len(flags.sources(csrc))} C++ files, about a minute the first time) ...", file=sys.stderr, flush=True)
+    print(
+        f"building extension ({len(flags.sources(csrc))} C++ files, about a minute the first time) ...",
+        file=sys.stderr,
+        flush=True,
+    )
     objects = folder / "objects"
     objects.mkdir(exist_ok=True)
-    (objects / "lock").unlink(missing_ok=True)  # torch's own lock file, which a killed build leaves behind; ours is held here
+    (objects / "lock").unlink(
+        missing_ok=True
+    )  # torch's own lock file, which a killed build leaves behind; ours is held here
     try:
         with _ninja_on_path():
             cpp_extension.load(
@@ -117,7 +131,8 @@ def _compile(csrc: Path, folder: Path, path: Path) -> None:
                 extra_ldflags=["-shared", *flags.LINK_FLAGS],
                 build_directory=str(objects),
                 is_python_module=False,
-                is_standalone=True,  # with -shared: a library that torch does not load by itself, since it is loaded under its final name
+                # With -shared: a library that torch does not load by itself, since it is loaded under its final name.
+                is_standalone=True,
             )
     except (RuntimeError, OSError) as error:
         raise BuildError(f"building the extension in {objects} failed: {error}") from error
@@ -129,13 +144,17 @@ def _publish(built_file: Path, path: Path) -> None:
     unfinished = path.with_suffix(".tmp")
     shutil.copyfile(built_file, unfinished)
     unfinished.replace(path)  # whole or not there: another process may be looking without the lock
-    for old in sorted(path.parent.glob("pyserve_*.so"), key=lambda file: file.stat().st_mtime, reverse=True)[_KEPT_BUILDS:]:
+    for old in sorted(path.parent.glob("pyserve_*.so"), key=lambda file: file.stat().st_mtime, reverse=True)[
+        _KEPT_BUILDS:
+    ]:
         old.unlink(missing_ok=True)
 
 
 @contextmanager
 def _ninja_on_path() -> Iterator[None]:
-    """torch calls `ninja` by name; the package's copy is not on PATH when Python is started without activating its environment."""
+    """torch calls `ninja` by name; the package's copy is not on PATH when Python is started without activating its
+    environment.
+    """
     before = os.environ.get("PATH", "")
     try:
         import ninja

@@ -1,11 +1,14 @@
-"""The one list of compile flags and sources. setup.py and the build at first import both read it, so this file imports nothing but the standard library."""
+"""The one list of compile flags and sources. setup.py and the build at first import both read it, so this file
+imports nothing but the standard library.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# No -ffast-math and no contraction: a product and a sum are fused only where a kernel says so, so a row's bits do not depend on how a loop was compiled.
-# No -march: kernels name their instruction set themselves (csrc/cpu/isa.h) and one build runs everywhere.
+# No -ffast-math and no contraction: a product and a sum are fused only where a kernel says so, so a row's bits do not
+# depend on how a loop was compiled. No -march: kernels name their instruction set themselves (csrc/cpu/isa.h) and one
+# build runs everywhere.
 COMPILE_FLAGS = [
     "-std=c++20",  # what the headers of torch ask for
     "-O3",
@@ -35,6 +38,8 @@ def headers(csrc: Path) -> list[Path]:
 
 
 def extension_name(torch_version: str) -> str:
-    """Name of the extension that `setup.py` builds: a binary is good for the torch version that it was compiled against and for no other."""
+    """Name of the extension that `setup.py` builds: a binary is good for the torch version that it was compiled
+    against and for no other.
+    """
     digits = torch_version.split("+")[0].split(".")
     return "_C_torch" + "_".join(digits)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import torch
 
 
-def allocate_pool(num_pages: int, num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+def allocate_pool(
+    num_pages: int, num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype
+) -> torch.Tensor:
     """The page-major KV pool [pages, layers, 2, kv_heads, page_size, head_dim], zeros; float32, float16 or bfloat16.
 
-    A page is one contiguous piece with K and V of all layers. Raises ValueError for a size below one or another dtype, MemoryError when it does not fit.
+    A page is one contiguous piece with K and V of all layers. Raises ValueError for a size below one or another
+    dtype, MemoryError when it does not fit.
     """
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"dtype must be float32, float16 or bfloat16, not {dtype}")
     shape = (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim)
     if min(shape) < 1:
-        raise ValueError(f"every size of the pool must be at least 1: pages, layers, 2, kv_heads, page_size, head_dim = {shape}")
+        raise ValueError(
+            f"every size of the pool must be at least 1: pages, layers, 2, kv_heads, page_size, head_dim = {shape}"
+        )
     try:
         return torch.zeros(shape, dtype=dtype)
     except RuntimeError as error:

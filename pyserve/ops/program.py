@@ -40,7 +40,9 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """Rotation by position. Pairs are (2i, 2i + 1) when interleaved, as in GGUF's llama files, else (i, i + rotary_dim / 2)."""
+    """Rotation by position. Pairs are (2i, 2i + 1) when interleaved, as in GGUF's llama files, else (i, i +
+    rotary_dim / 2).
+    """
 
     cos: torch.Tensor  # float32 [max_positions, rotary_dim / 2]
     sin: torch.Tensor  # float32 [max_positions, rotary_dim / 2]
@@ -61,8 +63,8 @@ class StepBatch:
 class Program:
     """Built once: `buffer`, the instructions, `set_logits`. Then `run`, one at a time, from any thread.
 
-    Instructions check shapes, widths and dtypes as they are added and raise ValueError naming the argument; tensors are kept, not copied. Results depend neither on `num_threads` nor on
-    what else is in a batch, bit for bit.
+    Instructions check shapes, widths and dtypes as they are added and raise ValueError naming the argument; tensors
+    are kept, not copied. Results depend neither on `num_threads` nor on what else is in a batch, bit for bit.
     """
 
     def __init__(self, *, max_tokens: int, max_samples: int, num_threads: int) -> None:
@@ -108,11 +110,26 @@ class Program:
         k_norm: torch.Tensor | None = None,
         norm_eps: float = 0.0,
     ) -> None:
-        """Rotates q in place; k, rotated, and v go to the pool. Norms, float32 [head_dim], are applied to each head before (Qwen3)."""
-        self._handle.rope_kv_write(qkv.index, attention._values(), rope.cos, rope.sin, rope.is_interleaved, q_norm, k_norm, norm_eps)
+        """Rotates q in place; k, rotated, and v go to the pool. Norms, float32 [head_dim], are applied to each head
+        before (Qwen3).
+        """
+        self._handle.rope_kv_write(
+            qkv.index, attention._values(), rope.cos, rope.sin, rope.is_interleaved, q_norm, k_norm, norm_eps
+        )
 
-    def attention(self, qkv: Register, out: Register, attention: AttentionShape, *, scale: float, window: int = 0, softcap: float = 0.0) -> None:
-        """out [T, num_heads * head_dim]. `window`: positions seen, the row's own included, 0 for all. `softcap`: 0 for none."""
+    def attention(
+        self,
+        qkv: Register,
+        out: Register,
+        attention: AttentionShape,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> None:
+        """out [T, num_heads * head_dim]. `window`: positions seen, the row's own included, 0 for all. `softcap`: 0
+        for none.
+        """
         self._handle.attention(qkv.index, out.index, attention._values(), scale, window, softcap)
 
     def gated_activation(self, gate_up: Register, out: Register, kind: Literal["silu", "gelu_tanh"] = "silu") -> None:
@@ -126,13 +143,18 @@ class Program:
         self._handle.take_rows(x.index, out.index)
 
     def set_logits(self, register: Register) -> None:
-        """Completes the program: `run` returns this register. Takes the memory of all registers; raises MemoryError or RuntimeError when there is none."""
+        """Completes the program: `run` returns this register. Takes the memory of all registers; raises MemoryError
+        or RuntimeError when there is none.
+        """
         self._handle.set_logits(register.index)
 
     def run(self, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor:
         """One step, without the GIL: logits float32 [R, vocab], a view that the next run overwrites.
 
-        `kv`: the pool [pages, layers, 2, kv_heads, page_size, head_dim]. Raises ValueError naming what in the batch is out of range, before anything is written.
+        `kv`: the pool [pages, layers, 2, kv_heads, page_size, head_dim]. Raises ValueError naming what in the batch
+        is out of range, before anything is written.
         """
-        result: torch.Tensor = self._run(batch.tokens, batch.positions, batch.sequences, batch.page_table, batch.sample_rows, kv)
+        result: torch.Tensor = self._run(
+            batch.tokens, batch.positions, batch.sequences, batch.page_table, batch.sample_rows, kv
+        )
         return result

@@ -1,6 +1,8 @@
-"""Rope, KV writes, attention and page copies in plain torch: slow, in any float dtype, and what the kernels are tested against.
+"""Rope, KV writes, attention and page copies in plain torch: slow, in any float dtype, and what the kernels are
+tested against.
 
-Shapes as in csrc/ops.h. The pool is [pages, layers, 2, kv_heads, page_size, head_dim]; T rows, S sequences; qkv [T, (num_heads + 2 * num_kv_heads) * head_dim].
+Shapes as in csrc/ops.h. The pool is [pages, layers, 2, kv_heads, page_size, head_dim]; T rows, S sequences; qkv [T,
+(num_heads + 2 * num_kv_heads) * head_dim].
 """
 
 from __future__ import annotations
@@ -9,10 +11,14 @@ import torch
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
-    """Rotated copy of x [T, heads, head_dim]; cos and sin [T, rotary_dim / 2], the rows of the tables at the positions."""
+    """Rotated copy of x [T, heads, head_dim]; cos and sin [T, rotary_dim / 2], the rows of the tables at the
+    positions.
+    """
     half = cos.shape[1]
     out = x.clone()
-    first, second = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if is_interleaved else (slice(0, half), slice(half, 2 * half))
+    first, second = (
+        (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if is_interleaved else (slice(0, half), slice(half, 2 * half))
+    )
     a, b = x[..., first], x[..., second]
     c, s = cos[:, None, :].to(x.dtype), sin[:, None, :].to(x.dtype)
     out[..., first] = a * c - b * s
@@ -34,12 +40,22 @@ def split(qkv: torch.Tensor, num_heads: int, num_kv_heads: int) -> tuple[torch.T
     return q, k, v
 
 
-def cells(page_table: torch.Tensor, sequence: int, positions: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def cells(
+    page_table: torch.Tensor, sequence: int, positions: torch.Tensor, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Page and place in the page of each position of a sequence."""
     return page_table[sequence, positions // page_size].long(), (positions % page_size).long()
 
 
-def kv_write(k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor, layer: int, positions: torch.Tensor, sequences: torch.Tensor, page_table: torch.Tensor) -> None:
+def kv_write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    positions: torch.Tensor,
+    sequences: torch.Tensor,
+    page_table: torch.Tensor,
+) -> None:
     """k and v [T, kv_heads, head_dim] into the pool, rounded to its dtype."""
     for row in range(len(positions)):
         page, place = cells(page_table, int(sequences[row]), positions[row], pool.shape[4])
@@ -66,7 +82,9 @@ def attention(
         last = int(positions[row])
         first = max(0, last - window + 1) if window else 0
         page, place = cells(page_table, int(sequences[row]), torch.arange(first, last + 1), pool.shape[4])
-        keys, values = (pool[page, layer, i, :, place].to(q.dtype).repeat_interleave(group, dim=1) for i in (0, 1))  # [n, num_heads, head_dim]
+        keys, values = (
+            pool[page, layer, i, :, place].to(q.dtype).repeat_interleave(group, dim=1) for i in (0, 1)
+        )  # [n, num_heads, head_dim]
         scores = torch.einsum("hd,nhd->hn", q[row], keys) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)

@@ -1,7 +1,8 @@
 """Copies between pool pages and host memory on a thread of their own, with events.
 
-The meaning is CUDA's: copies of a stream run in the order in which they were posted, each after its fence; an event answers "is it done" without waiting. A copy
-keeps the memory at both ends alive until its event is done (R20), and is refused as a whole, with nothing posted, when it does not fit (R18).
+The meaning is CUDA's: copies of a stream run in the order in which they were posted, each after its fence; an event
+answers "is it done" without waiting. A copy keeps the memory at both ends alive until its event is done (R20), and is
+refused as a whole, with nothing posted, when it does not fit (R18).
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ class CopyEvent:
         return bool(self._handle.query())
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits, without the GIL, until the copy is done or the time is over; whether it is done. Raises RuntimeError when the copy failed."""
+        """Waits, without the GIL, until the copy is done or the time is over; whether it is done. Raises RuntimeError
+        when the copy failed.
+        """
         return bool(self._handle.wait(timeout_s))
 
 
 class Fence:
-    """Orders copies behind a step: they wait until `signal`. A fence that is dropped without a signal fails the copies that wait for it."""
+    """Orders copies behind a step: they wait until `signal`. A fence that is dropped without a signal fails the
+    copies that wait for it.
+    """
 
     def __init__(self) -> None:
         self._handle = torch.classes.pyserve.Fence()
@@ -44,21 +49,29 @@ class Fence:
 class CopyStream:
     """A copy thread with a queue.
 
-    `delay_ms`, `fail_after` (copies that go well before all others fail), `pause` and `resume` are for tests of what happens while a copy is in flight.
+    `delay_ms`, `fail_after` (copies that go well before all others fail), `pause` and `resume` are for tests of what
+    happens while a copy is in flight.
     """
 
     def __init__(self, *, delay_ms: float = 0.0, fail_after: int | None = None) -> None:
         self._handle = torch.classes.pyserve.CopyStream(delay_ms, fail_after)
-        self._finalizer = weakref.finalize(self, self._handle.close)  # at the latest when the interpreter ends, so that no copy outlives it
+        self._finalizer = weakref.finalize(
+            self, self._handle.close
+        )  # at the latest when the interpreter ends, so that no copy outlives it
 
-    def copy_pages(self, pool: torch.Tensor, host: torch.Tensor, pages: PageList, to_host: bool, *, after: Fence | None = None) -> CopyEvent:
+    def copy_pages(
+        self, pool: torch.Tensor, host: torch.Tensor, pages: PageList, to_host: bool, *, after: Fence | None = None
+    ) -> CopyEvent:
         """Posts one copy and returns at once.
 
-        `pool` [pages, ...] and `host` uint8 [n * page_bytes], both contiguous. `pages`: page ids, int32 [n], page i at place i of `host`; or combs, int32 [m, 5]
-        with start_page, run_pages, stride_pages, count, list_offset. `after`: do not start before this fence is signalled.
-        Raises ValueError, with nothing posted, when nothing would be copied or something reaches past the pool or `host`, and after `close`.
+        `pool` [pages, ...] and `host` uint8 [n * page_bytes], both contiguous. `pages`: page ids, int32 [n], page i
+        at place i of `host`; or combs, int32 [m, 5] with start_page, run_pages, stride_pages, count, list_offset.
+        `after`: do not start before this fence is signalled. Raises ValueError, with nothing posted, when nothing
+        would be copied or something reaches past the pool or `host`, and after `close`.
         """
-        return CopyEvent(self._handle.copy_pages(pool, host, combs_of(pages), to_host, None if after is None else after._handle))
+        return CopyEvent(
+            self._handle.copy_pages(pool, host, combs_of(pages), to_host, None if after is None else after._handle)
+        )
 
     def num_outstanding(self) -> int:
         """Copies posted and not done."""

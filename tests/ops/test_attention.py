@@ -1,4 +1,6 @@
-"""Attention over pages: close to float64, and the same bits whatever the page size, the chunks, the company and the threads (R37)."""
+"""Attention over pages: close to float64, and the same bits whatever the page size, the chunks, the company and the
+threads (R37).
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,29 @@ from tests.ops.paged import Paged, ints, random_contents
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def attend(paged: Paged, q: torch.Tensor, rows: list[tuple[int, int]], *, num_shares: int = 1, layer: int = 1, **options: Any) -> torch.Tensor:
-    """q [T, heads, head_dim]; rows: (sequence, position) of each. K and V of the rows' own qkv are garbage: attention must read the pool."""
+def attend(
+    paged: Paged, q: torch.Tensor, rows: list[tuple[int, int]], *, num_shares: int = 1, layer: int = 1, **options: Any
+) -> torch.Tensor:
+    """q [T, heads, head_dim]; rows: (sequence, position) of each. K and V of the rows' own qkv are garbage: attention
+    must read the pool.
+    """
     num_tokens, num_heads, head_dim = q.shape
     kv_heads = paged.pool.shape[3]
     qkv = torch.cat([q.reshape(num_tokens, -1), torch.full((num_tokens, 2 * kv_heads * head_dim), float("nan"))], dim=1)
     arguments = {"scale": head_dim**-0.5, "softcap": 0.0, "window": 0} | options
     positions, sequences = ints([position for _, position in rows]), ints([sequence for sequence, _ in rows])
     return torch.ops.pyserve.attention(
-        qkv, num_heads, paged.pool, layer, arguments["scale"], arguments["softcap"], arguments["window"], positions, sequences, paged.page_table, num_shares
+        qkv,
+        num_heads,
+        paged.pool,
+        layer,
+        arguments["scale"],
+        arguments["softcap"],
+        arguments["window"],
+        positions,
+        sequences,
+        paged.page_table,
+        num_shares,
     ).unflatten(1, (num_heads, head_dim))
 
 
@@ -38,11 +54,16 @@ def expected(paged: Paged, q: torch.Tensor, rows: list[tuple[int, int]], **optio
 
 
 MIXED_LENS = [1, 2, 63, 64, 65, 130, 200]
-MIXED_ROWS = [(i, length - 1) for i, length in enumerate(MIXED_LENS[:6])] + [(6, position) for position in range(150, 200)]
+MIXED_ROWS = [(i, length - 1) for i, length in enumerate(MIXED_LENS[:6])] + [
+    (6, position) for position in range(150, 200)
+]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("num_heads", "kv_heads", "head_dim"), [(8, 4, 8), (9, 3, 64), (4, 4, 24), (8, 1, 128), (2, 1, 256), (5, 1, 40), (64, 1, 16)])
+@pytest.mark.parametrize(
+    ("num_heads", "kv_heads", "head_dim"),
+    [(8, 4, 8), (9, 3, 64), (4, 4, 24), (8, 1, 128), (2, 1, 256), (5, 1, 40), (64, 1, 16)],
+)
 def test_close_to_float64(num_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     paged = Paged.build(random_contents(MIXED_LENS, 2, kv_heads, head_dim), 16, dtype)
     q = queries(len(MIXED_ROWS), num_heads, head_dim)
@@ -50,7 +71,10 @@ def test_close_to_float64(num_heads: int, kv_heads: int, head_dim: int, dtype: t
     torch.testing.assert_close(result.double(), expected(paged, q, MIXED_ROWS), rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("options", [{"window": 1}, {"window": 7}, {"window": 64}, {"window": 100}, {"softcap": 2.0}, {"softcap": 30.0, "window": 33}])
+@pytest.mark.parametrize(
+    "options",
+    [{"window": 1}, {"window": 7}, {"window": 64}, {"window": 100}, {"softcap": 2.0}, {"softcap": 30.0, "window": 33}],
+)
 def test_window_and_softcap(options: dict[str, Any]) -> None:
     paged = Paged.build(random_contents(MIXED_LENS, 2, 2, 32), 16, torch.float32)
     q = queries(len(MIXED_ROWS), 6, 32) * 3
@@ -64,7 +88,9 @@ def test_sharp_and_flat_scores(scale: float) -> None:
     q = queries(2, 2, 64)
     rows = [(0, 298), (0, 299)]
     result = attend(paged, q, rows, scale=scale)
-    tolerance = 1e-5 if scale < 1 else 3e-3  # a score of some thousands has an error of some 1e-4, which the exponential shows
+    tolerance = (
+        1e-5 if scale < 1 else 3e-3
+    )  # a score of some thousands has an error of some 1e-4, which the exponential shows
     torch.testing.assert_close(result.double(), expected(paged, q, rows, scale=scale), rtol=tolerance, atol=tolerance)
 
 
@@ -73,7 +99,10 @@ def test_sharp_and_flat_scores(scale: float) -> None:
 def test_same_bits_for_any_page_size(dtype: torch.dtype, options: dict[str, Any]) -> None:
     contents = random_contents(MIXED_LENS, 2, 3, 64)
     q = queries(len(MIXED_ROWS), 9, 64)
-    results = [attend(Paged.build(contents, size, dtype, seed=size), q, MIXED_ROWS, **options) for size in (1, 3, 16, 64, 100, 256)]
+    results = [
+        attend(Paged.build(contents, size, dtype, seed=size), q, MIXED_ROWS, **options)
+        for size in (1, 3, 16, 64, 100, 256)
+    ]
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -86,7 +115,12 @@ def test_same_bits_for_any_chunking(num_heads: int, kv_heads: int, head_dim: int
     whole = attend(paged, q, [(0, position) for position in range(length)], **options)
     for chunk in (1, 5, 16, 64, 77):
         pieces = [
-            attend(paged, q[start : start + chunk], [(0, position) for position in range(start, min(start + chunk, length))], **options)
+            attend(
+                paged,
+                q[start : start + chunk],
+                [(0, position) for position in range(start, min(start + chunk, length))],
+                **options,
+            )
             for start in range(0, length, chunk)
         ]
         assert torch.equal(torch.cat(pieces), whole), f"chunks of {chunk}"
@@ -109,7 +143,9 @@ def test_same_bits_alone_and_in_company() -> None:
 
 @pytest.mark.parametrize("window", [0, 20])
 def test_cells_outside_a_rows_reach_do_not_matter(window: int) -> None:
-    """Later cells of the same sequence and those before the window hold NaN and infinity; the results are those of a pool without them."""
+    """Later cells of the same sequence and those before the window hold NaN and infinity; the results are those of a
+    pool without them.
+    """
     contents = random_contents([200], 2, 2, 64)
     rows = [(0, position) for position in range(100, 110)]
     q = queries(len(rows), 4, 64)
