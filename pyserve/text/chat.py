@@ -8,7 +8,7 @@ A model without a template gets CHATML, the layout that most chat models share.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ class ChatTemplate:
         return False
 
 
-def source_in_gguf(metadata: dict[str, object]) -> str | None:
+def source_in_gguf(metadata: Mapping[str, object]) -> str | None:
     """The chat template in a GGUF file's metadata."""
     source = metadata.get("tokenizer.chat_template")
     return source if isinstance(source, str) and source else None

@@ -60,7 +60,8 @@ class _PipelineEncoder:
     def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         with self._lock:
             self._pipeline.encode_special_tokens = not parse_special
-            return list(self._pipeline.encode(text, add_special_tokens=add_special).ids)
+            # The batch call is twice as fast as `encode`, which also works out offsets.
+            return list(self._pipeline.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
 
 
 def _pipeline(folder: Path) -> Pipeline:

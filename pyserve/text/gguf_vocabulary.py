@@ -18,7 +18,7 @@ wants them parsed; user-defined tokens always are.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import models, normalizers
@@ -31,7 +31,7 @@ _PREFIX = "tokenizer.ggml."
 _NO_TOKEN = 0xFFFFFFFF  # how files write -1, "there is none", in an unsigned field
 
 
-def read(metadata: dict[str, object]) -> Vocabulary:
+def read(metadata: Mapping[str, object]) -> Vocabulary:
     """The vocabulary that `metadata` (key -> value) describes. Raises ModelFileError naming the key at fault."""
     keys = _Keys(metadata)
     model = keys.text("model")
@@ -129,7 +129,8 @@ class _SplittingEncoder:
             if i % 2:
                 ids.append(self._special_ids[part])
             elif part:
-                ids.extend(self._pipeline.encode(part, add_special_tokens=False).ids)
+                # The batch call is twice as fast as `encode`, which also works out offsets.
+                ids.extend(self._pipeline.encode_batch_fast([part], add_special_tokens=False)[0].ids)
         return ids + self._after if add_special else ids
 
 
@@ -180,7 +181,7 @@ def merges_by_score(texts: Sequence[str], kinds: Sequence[int], scores: Sequence
 class _Keys:
     """Checked access to the `tokenizer.ggml.*` keys."""
 
-    def __init__(self, metadata: dict[str, object]) -> None:
+    def __init__(self, metadata: Mapping[str, object]) -> None:
         self._metadata = metadata
 
     def text(self, name: str, default: str | None = None) -> str:

@@ -30,7 +30,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-MAX_STEPS = 500_000  # items of loops, calls and joins of one rendering
+MAX_STEPS = 250_000  # items of loops, calls and joins of one rendering
 MAX_CHARS = 1 << 24  # of a text
 MAX_ITEMS = 1 << 20  # of a list
 MAX_WIDTH = 100_000  # characters that a text is padded or indented to

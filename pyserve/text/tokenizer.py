@@ -13,7 +13,7 @@ face:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from pyserve.text import folder_vocabulary, gguf_vocabulary
@@ -71,7 +71,7 @@ def without_surrogates(text: str) -> str:
     return text
 
 
-def from_gguf(metadata: dict[str, object]) -> Tokenizer:
+def from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     """The tokenizer that a GGUF file's metadata describes. Raises ModelFileError naming the key at fault."""
     return Tokenizer(gguf_vocabulary.read(metadata))
 

@@ -95,9 +95,9 @@ def test_a_vocabulary_without_bytes_uses_the_unknown_token() -> None:
 
 def test_long_runs_take_about_a_second_at_most() -> None:
     for text in ("a" * 100_000, " " * 100_000, "the " * 25_000, "日" * 30_000):
-        start = time.perf_counter()
+        start = time.process_time()
         ids = _tokenizer().encode(text)
-        assert time.perf_counter() - start < 3
+        assert time.process_time() - start < 3
         assert _tokenizer().decode(ids) == text
 
 

@@ -92,8 +92,8 @@ def test_without_stop_strings_everything_passes(stops: list[str]) -> None:
 
 def test_a_long_stop_string_costs_no_more_per_character() -> None:
     watch = StopStrings(["a" * 50_000 + "b"])
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(2_000):
         watch.push("a" * 49)
         watch.push("c")
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3
