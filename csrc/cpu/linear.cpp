@@ -30,16 +30,26 @@ struct Output {
   bool accumulate;
 };
 
-// products [M, 16] of tile `tile` -> out
+// products [M, 16] of tile `tile` -> out. `width` is 16 but for the last tile; where the compiler sees that it is, it uses vectors.
+inline __attribute__((always_inline)) void store_rows(const Output& to, const float* products, int64_t n, int width, int64_t first_row, int num_rows) {
+  float* out = to.out + first_row * to.stride + n;
+  for (int m = 0; m < num_rows; ++m, products += kTileRows, out += to.stride) {
+    float row[kTileRows];
+    std::memcpy(row, products, sizeof row);
+    if (to.bias)
+      for (int i = 0; i < width; ++i) row[i] += to.bias[n + i];
+    if (to.accumulate)
+      for (int i = 0; i < width; ++i) row[i] += out[i];
+    std::memcpy(out, row, size_t(width) * sizeof *out);
+  }
+}
+
 void store_tile(const Output& to, const float* products, int64_t tile, int64_t first_row, int num_rows) {
   const int64_t n = tile * kTileRows;
-  const int count = int(std::min<int64_t>(kTileRows, to.rows - n));
-  for (int m = 0; m < num_rows; ++m, products += kTileRows) {
-    float* out = to.out + (first_row + m) * to.stride + n;
-    for (int i = 0; i < count; ++i) {
-      const float value = to.bias ? products[i] + to.bias[n + i] : products[i];
-      out[i] = to.accumulate ? out[i] + value : value;
-    }
+  if (to.rows - n >= kTileRows) {
+    store_rows(to, products, n, kTileRows, first_row, num_rows);
+  } else {
+    store_rows(to, products, n, int(to.rows - n), first_row, num_rows);
   }
 }
 

@@ -1,7 +1,7 @@
-"""What the kernels of linear, norm, activation and sample compute, in plain torch: slow, obvious, in any float type. Tests compare the kernels with it.
+"""What the kernels of linear, norm, activation and sample compute, in plain torch: slow, obvious, in any float type.
 
-Quantised products round activations to int8 per block of 32. That rounding is part of the definition, so `quantise` does it in float32 as the kernel does, bit for bit;
-what follows runs in the type asked for.
+Quantised products round activations to int8 per block of 32. That rounding is part of the definition, so `quantise`
+does it in float32 as the kernel does, bit for bit; what follows runs in the type asked for.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     largest = blocks.abs().amax(-1)
     is_finite = largest.isfinite()
     is_used = is_finite & (largest >= _ZERO_BELOW)
-    inverse = torch.where(is_used, 127.0 / largest, 0.0)
+    limit = torch.tensor(127.0)  # number / tensor would be number * reciprocal, which rounds twice
+    inverse = torch.where(is_used, limit / largest, 0.0)
     q8 = torch.where(is_used.unsqueeze(-1), (blocks * inverse.unsqueeze(-1)).round(), 0.0).to(torch.int8)
-    scale = torch.where(is_used, largest / 127.0, torch.where(is_finite, 0.0, torch.nan))
+    scale = torch.where(is_used, largest / limit, torch.where(is_finite, 0.0, torch.nan))
     return q8.flatten(-2), scale, q8.sum(-1, dtype=torch.int32)
 
 
@@ -40,7 +41,10 @@ def linear(
     is_quantised: bool,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """x [M, K], weight [N, K] as dequantised values -> [M, N]. `is_quantised`: the weights' type is, so the activations are rounded to int8."""
+    """x [M, K], weight [N, K] as dequantised values -> [M, N].
+
+    `is_quantised`: the weights' type is, so the activations are rounded to int8.
+    """
     values = dequantise(*quantise(x)[:2], dtype) if is_quantised else x.to(dtype)
     out = values @ weight.to(dtype).T
     return out if bias is None else out + bias.to(dtype)
@@ -69,7 +73,10 @@ def gated_activation(gate_up: torch.Tensor, kind: str = "silu") -> torch.Tensor:
 def sampling_probabilities(
     logits: torch.Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> torch.Tensor:
-    """Probability [vocab] with which `sample_row` picks each token from logits [vocab]; truncation on the untempered distribution, temperature last."""
+    """Probability [vocab] with which `sample_row` picks each token from logits [vocab].
+
+    Truncation is on the untempered distribution, temperature comes last.
+    """
     values = logits.double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     order = values.argsort(descending=True, stable=True)  # equal logits: the lower id first
     order = order[values[order] > -torch.inf]

@@ -1,7 +1,11 @@
-"""Weight matrices in the layout that the CPU kernels read (csrc/cpu/linear_format.h). Packing moves bits and changes no value."""
+"""Weight matrices in the layout that the CPU kernels read (csrc/cpu/linear_format.h).
+
+Packing moves bits and changes no value.
+"""
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,26 +52,37 @@ class PackedWeight:
 
 
 def file_bytes(type_name: str, rows: int, cols: int) -> int:
-    """Size of a matrix [rows, cols] in a file. ValueError for an unknown type or for columns that are no whole number of blocks."""
+    """Size of a matrix [rows, cols] in a file.
+
+    Raises ValueError for an unknown type and for columns that are no whole number of blocks.
+    """
     if type_name not in _FILE_BLOCKS:
         raise ValueError(f"weight type {type_name} is not supported; supported: {', '.join(TYPE_NAMES)}")
     block_cols, block_bytes = _FILE_BLOCKS[type_name]
     if rows < 1 or cols < 1 or cols % block_cols:
-        raise ValueError(f"a {type_name} matrix of {rows} x {cols}: columns must be a positive multiple of {block_cols}")
+        raise ValueError(
+            f"a {type_name} matrix of {rows} x {cols}: columns must be a positive multiple of {block_cols}"
+        )
     return rows * (cols // block_cols) * block_bytes
 
 
 def pack(type_name: str, raw: torch.Tensor | np.ndarray, rows: int, cols: int) -> PackedWeight:
-    """Packs the bytes of a matrix as a GGUF file has them (`raw` uint8, any shape), or a float tensor [rows, cols] whose dtype is `type_name`.
+    """Packs the bytes of a matrix as a GGUF file has them (`raw` uint8, any shape), or a float tensor [rows, cols].
 
-    Raises ValueError when the size of `raw` is not that of `rows` x `cols` values of the type.
+    A float tensor's dtype must be the one that `type_name` names. Raises ValueError when the size of `raw` is not that of `rows` x `cols` values of the type.
     """
     expected = file_bytes(type_name, rows, cols)
-    flat = _as_bytes(type_name, torch.from_numpy(raw) if isinstance(raw, np.ndarray) else raw)
+    flat = _as_bytes(type_name, _from_numpy(raw) if isinstance(raw, np.ndarray) else raw)
     if flat.numel() != expected:
         raise ValueError(f"a {type_name} matrix of {rows} x {cols} has {expected} bytes, not {flat.numel()}")
     data = torch.ops.pyserve.pack(TYPE_NAMES.index(type_name), flat, rows, cols)
     return PackedWeight(type_name, rows, cols, data)
+
+
+def _from_numpy(raw: np.ndarray) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a memory-mapped file is not writable, and nothing here writes
+        return torch.from_numpy(raw)
 
 
 def _as_bytes(type_name: str, raw: torch.Tensor) -> torch.Tensor:
