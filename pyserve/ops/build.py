@@ -39,8 +39,12 @@ def load() -> Path:
 
 
 def installed() -> Path | None:
-    """The extension built ahead of time for this torch version, if there is one."""
+    """The extension built ahead of time for this torch version, if there is one. A checkout's is not taken: its
+    sources may have changed since.
+    """
     package = Path(__file__).resolve().parent.parent
+    if (package.parent / "csrc" / "registration.cpp").is_file():
+        return None
     return next(iter(sorted(package.glob(flags.extension_name(torch.__version__) + ".*so"))), None)
 
 

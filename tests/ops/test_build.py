@@ -1,0 +1,179 @@
+"""Building the extension: found again without a compiler, built once by many, and clear when it cannot be."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pyserve.ops import build, flags
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_cached_build_is_found_fast_and_without_a_compiler() -> None:
+    script = """
+import time, torch
+started = time.perf_counter()
+import pyserve.ops
+print(time.perf_counter() - started, torch.ops.pyserve.isa())
+"""
+    result = python(script, PATH="/nonexistent")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    seconds, isa = result.stdout.split()
+    assert float(seconds) < 2.0  # well under a second on a quiet machine
+    assert isa in ("generic", "avx2", "avx512")
+
+
+def test_no_compiler_is_said_in_one_line(tmp_path: Path) -> None:
+    script = """
+from pyserve.errors import PyserveError
+try:
+    import pyserve.ops
+except PyserveError as error:
+    print(error)
+"""
+    result = python(script, CXX="no-such-compiler", PYSERVE_BUILD_DIR=str(tmp_path))
+    assert result.stdout.strip() == (
+        "no C++ compiler: no-such-compiler is not on PATH; install it (Debian: apt-get install g++) or set CXX"
+    )
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    with (
+        pytest.raises(
+            build.BuildError, match=f"cannot write to the build folder {in_the_way}/torch.*PYSERVE_BUILD_DIR"
+        ),
+        build._locked(in_the_way / "torch"),
+    ):
+        pass
+
+
+def test_the_fingerprint_follows_every_source_and_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    csrc = tmp_path / "csrc"
+    shutil.copytree(ROOT / "csrc", csrc)
+    before = build.fingerprint(csrc)
+    assert before == build.fingerprint(ROOT / "csrc")
+    seen = {before}
+    for changed in (
+        csrc / "ops.h",
+        csrc / "cpu" / "attention_tile.h",
+        csrc / "cpu" / "team.cpp",
+        csrc / "registration.cpp",
+    ):
+        changed.write_text(changed.read_text() + "\n")
+        seen.add(build.fingerprint(csrc))
+    (csrc / "cpu" / "new.cpp").write_text("")
+    seen.add(build.fingerprint(csrc))
+    monkeypatch.setattr(flags, "COMPILE_FLAGS", [*flags.COMPILE_FLAGS, "-g"])
+    seen.add(build.fingerprint(csrc))
+    assert len(seen) == 7
+
+
+def test_many_at_once_build_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_builds = 0
+
+    def compile_slowly(csrc: Path, folder: Path, path: Path) -> None:
+        nonlocal num_builds
+        num_builds += 1
+        time.sleep(0.2)
+        path.write_text("built")
+
+    monkeypatch.setenv("PYSERVE_BUILD_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "_compile", compile_slowly)
+    threads = [threading.Thread(target=build.built) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert num_builds == 1
+    assert build.built().read_text() == "built"
+    assert num_builds == 1
+
+
+def test_old_builds_are_deleted(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    made.write_text("new")
+    for i in range(6):
+        old = tmp_path / f"pyserve_{i}.so"
+        old.write_text("old")
+        os.utime(old, (i, i))
+    build._publish(made, tmp_path / "pyserve_new.so")
+    assert sorted(path.name for path in tmp_path.glob("*.so")) == [
+        "pyserve_3.so",
+        "pyserve_4.so",
+        "pyserve_5.so",
+        "pyserve_new.so",
+    ]
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    result = python("import torch, pyserve.ops\nprint(torch.ops.pyserve.isa())", PYSERVE_CPU_ISA="sse9")
+    assert 'PYSERVE_CPU_ISA must be generic, avx2 or avx512, not "sse9"' in result.stderr
+    assert python("import torch, pyserve.ops\nprint(torch.ops.pyserve.isa())", PYSERVE_CPU_ISA="generic").stdout == (
+        "generic\n"
+    )
+
+
+def test_the_wheel_carries_the_sources(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    carried = {str(path.relative_to(tmp_path / "pyserve")) for path in (tmp_path / "pyserve").rglob("*.*")}
+    for path in [*flags.sources(ROOT / "csrc"), *flags.headers(ROOT / "csrc")]:
+        assert str(path.relative_to(ROOT)) in carried
+    assert {"ops/flags.py", "ops/build.py"} <= carried
+
+
+def test_members_of_a_team_wait_for_each_other_and_carry_failures(tmp_path: Path) -> None:
+    program = tmp_path / "team_check"
+    sources = [ROOT / "tests/ops/team_check.cpp", ROOT / "csrc/cpu/team.cpp", ROOT / "csrc/cpu/isa.cpp"]
+    compiler = os.environ.get("CXX", "g++")
+    command = [compiler, "-std=c++20", "-O1", "-pthread", f"-I{ROOT / 'csrc'}", *map(str, sources), "-o", str(program)]
+    subprocess.run(command, check=True, timeout=120)
+    result = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout) == (0, "good\n")
+
+
+@pytest.mark.parametrize("isa", ["avx2", "generic"])
+def test_attention_on_lesser_machines(isa: str) -> None:
+    """The other instruction sets' attention, in a process of its own since the choice is made once."""
+    script = """
+import torch, pyserve.ops
+from tests.ops import test_attention as tests
+if torch.ops.pyserve.isa() == WANTED:
+    for dtype in tests.FLOATS:
+        tests.test_close_to_float64(9, 3, 64, dtype)
+        tests.test_close_to_float64(4, 4, 24, dtype)
+    tests.test_window_and_softcap({"softcap": 30.0, "window": 33})
+    tests.test_same_bits_for_any_chunking(9, 3, 64, {"window": 50})
+    tests.test_same_bits_for_any_page_size(torch.float16, {})
+    tests.test_a_later_rows_bad_value_stays_its_own()
+""".replace("WANTED", repr(isa))
+    result = python(script, PYSERVE_CPU_ISA=isa)
+    assert result.returncode == 0, result.stderr
