@@ -58,7 +58,7 @@ class _Server:
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
         self._has_failed = False
-        self._app: App = create_app(settings, on_load_failed=self._load_failed)
+        self._app: App = create_app(settings, on_failed=self._load_failed)
         self._app.on_loaded = _print_banner
         self._config = _config(listener)
 
@@ -127,7 +127,7 @@ def _config(listener: int) -> Config:
 
 
 def _print_banner(state: ServerState) -> None:
-    lines = banner(state)
+    lines = [*banner(state), f"url    http://{state.settings.host}:{state.settings.port}"]
     if is_open_to_all(state.settings.cors_origins.split(","), state.settings.api_keys):
         lines.append("note   any web page may call this server: set --api-key or --cors-origins to prevent it")
     print("\n".join(f"  {line}" for line in lines), file=sys.stderr, flush=True)

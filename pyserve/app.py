@@ -10,7 +10,6 @@ import asyncio
 import importlib.util
 import logging
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -37,12 +36,10 @@ StartEngine = Callable[[Settings, OnProgress], Awaitable[ServedModel]]
 class App:
     """The application and its life: start loading, serve, drain, stop."""
 
-    def __init__(
-        self, settings: Settings | None, start_engine: StartEngine, on_load_failed: Callable[[], None]
-    ) -> None:
+    def __init__(self, settings: Settings | None, start_engine: StartEngine, on_failed: Callable[[], None]) -> None:
         self._settings = settings
         self._start_engine = start_engine
-        self._on_load_failed = on_load_failed
+        self._on_failed = on_failed
         self.on_loaded: Callable[[ServerState], None] = log_banner
         self.state: ServerState | None = None
         self._starlette: Starlette | None = None
@@ -74,12 +71,11 @@ class App:
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
-        try:
-            state = self._prepare()
-        except PyserveError as error:
-            logger.error("%s", error.message)
-            await send({"type": "lifespan.startup.failed", "message": error.message})
+        failure = self._prepare()
+        if failure is not None:
+            await send({"type": "lifespan.startup.failed", "message": failure})
             return
+        state = self.make()
         async with _loading(self._load(state)):
             await send({"type": "lifespan.startup.complete"})
             await receive()
@@ -87,15 +83,21 @@ class App:
             await state.model.engine.stop()
         await send({"type": "lifespan.shutdown.complete"})
 
-    def _prepare(self) -> ServerState:
-        """Everything that can fail before the server listens."""
-        state = self.make()
-        setup_logging(state.settings.log_level)
-        for name in unknown_variables(os.environ):
-            logger.warning("the variable %s is not known; see python -m pyserve --help", name)
-        if self._start_engine is start_served_model:
-            check_model(state.settings)
-        return state
+    def _prepare(self) -> str | None:
+        """Everything that can fail before the server listens; the failure in one line."""
+        setup_logging("info")
+        try:
+            settings = self.make().settings
+            setup_logging(settings.log_level)
+            for name in unknown_variables(os.environ):
+                logger.warning("the variable %s is not known; see python -m pyserve --help", name)
+            if self._start_engine is start_served_model:
+                check_model(settings)
+        except PyserveError as error:
+            logger.error("%s", error.message)
+            self._on_failed()
+            return error.message
+        return None
 
     async def _load(self, state: ServerState) -> None:
         def on_progress(stage: str, fraction: float) -> None:
@@ -107,7 +109,7 @@ class App:
             is_known = isinstance(error, PyserveError | OSError | MemoryError)
             state.load_failure = f"The model could not be loaded: {error}"
             logger.error("%s", state.load_failure, exc_info=None if is_known else error)
-            self._on_load_failed()
+            self._on_failed()
         else:
             self.on_loaded(state)
 
@@ -126,10 +128,13 @@ async def _loading(load: Awaitable[None]) -> AsyncIterator[None]:
 def create_app(
     settings: Settings | None = None,
     start_engine: StartEngine | None = None,
-    on_load_failed: Callable[[], None] = lambda: None,
+    on_failed: Callable[[], None] = lambda: None,
 ) -> App:
-    """The app. Without `settings` they are read from the environment at startup; `start_engine` is for tests."""
-    return App(settings, start_engine or start_served_model, on_load_failed)
+    """The app. Without `settings` they are read from the environment at startup; `start_engine` is for tests.
+
+    `on_failed` is called when there is nothing to serve, after the reason was logged.
+    """
+    return App(settings, start_engine or start_served_model, on_failed)
 
 
 async def start_served_model(settings: Settings, on_progress: OnProgress) -> ServedModel:
@@ -184,7 +189,6 @@ def banner(state: ServerState) -> list[str]:
         f"{limits.num_pages * limits.page_bytes >> 20} MiB)",
         f"parks  {parking}",
         f"cpu    {limits.num_threads} threads",
-        f"url    http://{state.settings.host}:{state.settings.port}",
     ]
 
 
@@ -207,9 +211,9 @@ def _show_progress(state: ServerState, stage: str, fraction: float) -> None:
         print(f"pyserve: {stage} {fraction:4.0%}", file=sys.stderr, flush=True)
 
 
-def _stop_process() -> None:
-    """Under a plain hypercorn a server without a model is of no use: stop as after SIGTERM."""
-    signal.raise_signal(signal.SIGTERM)
+def _end_process() -> None:
+    """Under a plain hypercorn a server without a model is of no use, and a traceback says less than the line above."""
+    raise SystemExit(1)
 
 
-app = create_app(on_load_failed=_stop_process)
+app = create_app(on_failed=_end_process)

@@ -13,13 +13,16 @@ failure is an error event and the end; a stream never ends silently.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from pyserve.errors import Unavailable
 from pyserve.http import sse
 from pyserve.http.choice import Choice, Piece
 from pyserve.http.errors import as_pyserve_error, error_object, error_response
@@ -40,14 +43,7 @@ from pyserve.types import (
 if TYPE_CHECKING:
     from pyserve.generation import Generation
 
-
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`, or as much of it as the client stays for. The request's body has been read."""
-    async with asyncio.TaskGroup() as group:
-        working = group.create_task(work)
-        watching = group.create_task(_disconnect(receive))
-        working.add_done_callback(lambda _: watching.cancel())
-        watching.add_done_callback(lambda _: working.cancel())
+CUT_TIMEOUT_S = 1.0  # for the last words to a client that may have stopped reading
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -65,12 +61,23 @@ class GenerationResponse(Response):
         self.writer = writer
         self.background = None
         self._num_open = len(choices)
+        self._has_client = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(receive, self._run(scope, receive, send))
+            async with asyncio.TaskGroup() as group:
+                working = group.create_task(self._run(scope, receive, send))
+                watching = group.create_task(_disconnect(receive))
+                working.add_done_callback(lambda _: watching.cancel())
+                watching.add_done_callback(partial(self._left, working))
         finally:
             self.generation.cancel()
+
+    def _left(self, working: asyncio.Task[None], watching: asyncio.Task[None]) -> None:
+        """The watch is over: the client has left, unless the watch was called off."""
+        if not watching.cancelled():
+            self._has_client = False
+            working.cancel()
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the whole answer."""
@@ -168,7 +175,18 @@ class EventStream(GenerationResponse):
             frames.append(self.writer.close())
         except Exception as error:
             frames.append(sse.frame(error_object(as_pyserve_error(error))))
+        except asyncio.CancelledError:
+            await self._send_stop(send)
+            raise
         await send({"type": "http.response.body", "body": b"".join(frames), "more_body": False})
+
+    async def _send_stop(self, send: Send) -> None:
+        """A stopping server cuts its streams, which must not look like their end to a client that is still there."""
+        if self._has_client:
+            body = sse.frame(error_object(Unavailable("the server is shutting down")))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CUT_TIMEOUT_S):
+                    await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _write_events(self, events: Sequence[Event], notices: sse.Notices, now: float, frames: list[bytes]) -> None:
         """The frames of a batch. Raises the error of a failed sequence, with the frames before it in `frames`."""

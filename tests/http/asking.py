@@ -89,9 +89,11 @@ class Call:
         return [at for at, data in self.sent for _ in range(data.count(text))]
 
 
-async def raw_call(app: App, body: dict[str, Any], *, path: str = CHAT, leaves_after_s: float | None = None) -> Call:
-    """A POST on the ASGI level; the client may leave after some seconds."""
-    call, loop = Call(), asyncio.get_running_loop()
+async def raw_call(
+    app: App, body: dict[str, Any], *, path: str = CHAT, leaves_after_s: float | None = None, call: Call | None = None
+) -> Call:
+    """A POST on the ASGI level, noted in `call` as it goes; the client may leave after some seconds."""
+    call, loop = call or Call(), asyncio.get_running_loop()
     start = loop.time()
     messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 

@@ -17,7 +17,7 @@ from pyserve.__main__ import main
 from pyserve.app import App, banner, create_app, model_path
 from pyserve.errors import ModelFileError, SettingsError
 from pyserve.settings import Settings
-from tests.http.asking import CHAT, USER, loaded_app, raw_call, real_server
+from tests.http.asking import CHAT, USER, Call, loaded_app, raw_call, real_server
 from tests.http.fake_engine import FakeEngine, FakeServed, free_port, starter
 
 LONG = {"messages": USER, "stream": True, "ignore_eos": True, "max_tokens": 10_000}
@@ -80,7 +80,7 @@ def test_a_load_that_fails_is_told_once_and_stays_503(caplog: pytest.LogCaptureF
         raise ModelFileError("weights.gguf: tensor 'x' is cut short")
 
     failures: list[str] = []
-    app = create_app(Settings(), load, on_load_failed=lambda: failures.append("stop"))  # type: ignore[arg-type]
+    app = create_app(Settings(), load, on_failed=lambda: failures.append("stop"))  # type: ignore[arg-type]
 
     async def during() -> None:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as client:
@@ -138,6 +138,21 @@ def test_a_drain_refuses_newcomers_and_ends_what_outlasts_it_with_an_error_event
     asyncio.run(run())
 
 
+def test_a_stream_that_the_server_cuts_does_not_end_silently() -> None:
+    """Under plain hypercorn a stop cancels what still runs."""
+    app = loaded_app(FakeServed(FakeEngine(token_delay_s=0.01)))
+
+    async def run() -> None:
+        call = Call()
+        running = asyncio.create_task(raw_call(app, LONG, call=call))
+        await asyncio.sleep(0.1)
+        running.cancel()
+        await asyncio.wait({running})
+        assert b'"code":503' in call.sent[-1][1] and b"[DONE]" not in call.body
+
+    asyncio.run(run())
+
+
 def test_a_drain_lets_a_short_answer_finish() -> None:
     app = loaded_app(FakeServed(FakeEngine(token_delay_s=0.02)), Settings(drain_timeout_s=5))
 
@@ -181,8 +196,8 @@ def test_the_demo_model_is_served_when_none_is_named(monkeypatch: pytest.MonkeyP
         model_path(Settings())
 
 
-def test_the_banner_says_model_slots_pool_parks_and_url() -> None:
-    app = loaded_app(settings=Settings(port=8123))
+def test_the_banner_says_model_slots_pool_and_parks() -> None:
+    app = loaded_app()
     text = "\n".join(banner(app.make()))
-    for fact in ("fake.gguf", "4", "1024 tokens", "64 pages", "8192 MiB", "100000 tokens", "http://127.0.0.1:8123"):
+    for fact in ("fake.gguf", "4", "1024 tokens", "64 pages", "8192 MiB", "100000 tokens"):
         assert fact in text
