@@ -212,8 +212,8 @@ def _show_progress(state: ServerState, stage: str, fraction: float) -> None:
 
 
 def _end_process() -> None:
-    """Under a plain hypercorn a server without a model is of no use, and a traceback says less than the line above."""
-    raise SystemExit(1)
+    """Under a plain hypercorn a server without a model is of no use. It has logged why; a traceback would bury that."""
+    os._exit(1)
 
 
 app = create_app(on_failed=_end_process)
