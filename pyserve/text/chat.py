@@ -19,6 +19,7 @@ from pyserve.errors import InvalidRequest, ModelFileError
 from pyserve.text import messages as chat_messages
 from pyserve.text import sandbox
 from pyserve.text.folder_vocabulary import read_json
+from pyserve.text.messages import CallStyle
 
 CHATML = (
     "{% for message in messages %}"
@@ -64,9 +65,9 @@ class ChatTemplate:
         if continue_final_message:
             # The space tells whether the template trims what it shows.
             mark = f"continue-{secrets.token_hex(8)} "
-            prepared[-1] = {**prepared[-1], "content": prepared[-1]["content"] + mark}
-        if any("tool_calls" in message for message in prepared) and not self._takes_argument_objects:
-            prepared = chat_messages.with_argument_texts(prepared)
+            prepared[-1] = {**prepared[-1], "content": (prepared[-1]["content"] or "") + mark}
+        if any("tool_calls" in message for message in prepared):
+            prepared = chat_messages.fit(prepared, self._call_style)
         wants_turn = add_generation_prompt and not continue_final_message
         text = self._render(prepared, {**kwargs, "tools": tools or None, "add_generation_prompt": wants_turn})
         return _cut_at(mark, text, prepared[-1]["content"]) if mark else text
@@ -81,24 +82,26 @@ class ChatTemplate:
             raise InvalidRequest(message, param="messages") from error
 
     @cached_property
-    def _takes_argument_objects(self) -> bool:
-        """Whether tool calls' arguments go in as objects (most templates) or as JSON texts, found out by trying.
-
-        A template made for texts either fails on an object or shows it in Python's notation.
+    def _call_style(self) -> CallStyle:
+        """How the template takes tool calls, found out by trying: the first way that it neither fails on nor shows in
+        Python's notation. Most take objects; some paste the arguments as text, and some cannot do without a content.
         """
         function = {"name": "probe", "arguments": {"pyserve_key": "value"}}
         call = {"id": "call00000", "type": "function", "function": function}
-        asking = {"role": "user", "content": "probe"}
-        probe: list[dict[str, Any]] = [asking, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        try:
-            return "'pyserve_key'" not in self._render(probe, {"tools": None, "add_generation_prompt": False})
-        except InvalidRequest:
-            pass
-        try:
-            self._render(chat_messages.with_argument_texts(probe), {"tools": None, "add_generation_prompt": False})
-        except InvalidRequest:
-            return True  # it fails either way, so the attempt told nothing
-        return False
+        asking: dict[str, Any] = {"role": "user", "content": "probe"}
+        probe = [asking, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        for takes_objects in (True, False):
+            for takes_null in (True, False):
+                style = CallStyle(takes_objects, takes_null)
+                try:
+                    text = self._render(
+                        chat_messages.fit(probe, style), {"tools": None, "add_generation_prompt": False}
+                    )
+                except InvalidRequest:
+                    continue
+                if "'pyserve_key'" not in text and not (takes_null and "None" in text):
+                    return style
+        return CallStyle(takes_objects=True, takes_null=False)
 
 
 def source_in_gguf(metadata: Mapping[str, object]) -> str | None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import models, normalizers
@@ -50,7 +51,7 @@ def _byte_level(keys: _Keys) -> Vocabulary:
     texts, kinds = keys.vocabulary()
     vocab = _plain_vocabulary(texts, kinds)
     merges = _merges_in_file(keys, vocab, set(texts))
-    pipeline = Pipeline(models.BPE(vocab=vocab, merges=merges, ignore_merges=rules.ignores_merges))
+    pipeline = _pipeline(vocab, merges, ignore_merges=rules.ignores_merges)
     pipeline.pre_tokenizer = rules.build()
     if (normalizer := rules.normalizer()) is not None:
         pipeline.normalizer = normalizer
@@ -68,13 +69,20 @@ def _sentencepiece(keys: _Keys) -> Vocabulary:
     if unknown is not None and unknown_text is not None:
         vocab[unknown_text] = unknown
     has_bytes = Kind.BYTE in kinds
-    model = models.BPE(vocab=vocab, merges=merges, unk_token=unknown_text, fuse_unk=True, byte_fallback=has_bytes)
-    pipeline = Pipeline(model)
+    pipeline = _pipeline(vocab, merges, unk_token=unknown_text, fuse_unk=True, byte_fallback=has_bytes)
     prefixes_space = keys.flag("add_space_prefix", True)
     steps: list[normalizers.Normalizer] = [normalizers.Prepend(pieces.SPACE_MARK)] if prefixes_space else []
     pipeline.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", pieces.SPACE_MARK)])
     tokens = Pieces(texts, kinds, pieces.sentencepiece_data(texts, kinds))
     return _assemble(keys, tokens, pipeline, adds_bos=True, defaults=(1, 2), strips_space=prefixes_space)
+
+
+def _pipeline(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Pipeline:
+    """The library's BPE. It has its own idea of valid texts: a token with half a surrogate pair, say, is refused."""
+    try:
+        return Pipeline(models.BPE(vocab=vocab, merges=merges, **options))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelFileError(f"{_PREFIX}tokens cannot be used: {' '.join(str(error).split())}") from error
 
 
 def _assemble(

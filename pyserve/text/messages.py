@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pyserve.errors import InvalidRequest
 
 
+@dataclass(frozen=True, slots=True)
+class CallStyle:
+    """How a template takes tool calls: arguments as objects or as JSON texts, no content as null or as ""."""
+
+    takes_objects: bool
+    takes_null: bool
+
+
 def prepare(messages: object, *, is_developer_known: bool) -> list[dict[str, Any]]:
     """A copy of `messages` that templates understand. Raises InvalidRequest naming the message at fault.
 
-    Content becomes one text: null and missing are "", the texts of a list of parts are joined by newlines. The role
-    `developer` becomes `system` unless the template knows it. Arguments of tool calls given as JSON become objects.
+    Content becomes one text: null and missing are "" (beside tool calls they stay null, see `fit`), the texts of a
+    list of parts are joined by newlines. The role `developer` becomes `system` unless the template knows it. Arguments
+    of tool calls given as JSON become objects.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise _bad("messages must be a list with at least one message")
@@ -27,20 +37,25 @@ def prepare(messages: object, *, is_developer_known: bool) -> list[dict[str, Any
         if role == "developer" and not is_developer_known:
             role = "system"
         copy = {**message, "role": role, "content": _content(message.get("content"), f"messages[{i}].content")}
-        if message.get("tool_calls") is not None:
-            copy["tool_calls"] = _tool_calls(message["tool_calls"], f"messages[{i}].tool_calls")
+        calls = copy.pop("tool_calls", None)
+        if calls:
+            copy["tool_calls"] = _tool_calls(calls, f"messages[{i}].tool_calls")
+            copy["content"] = copy["content"] or None
         prepared.append(copy)
     return prepared
 
 
-def with_argument_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`messages` with the arguments of tool calls as JSON texts, for templates that paste them as they are."""
-    return [
-        {**message, "tool_calls": [_with_argument_text(call) for call in message["tool_calls"]]}
-        if "tool_calls" in message
-        else message
-        for message in messages
-    ]
+def fit(messages: list[dict[str, Any]], style: CallStyle) -> list[dict[str, Any]]:
+    """`messages` from `prepare` with those that hold tool calls in the form that the template takes."""
+    return [_fit(message, style) if "tool_calls" in message else message for message in messages]
+
+
+def _fit(message: dict[str, Any], style: CallStyle) -> dict[str, Any]:
+    calls = message["tool_calls"]
+    if not style.takes_objects:
+        calls = [_with_argument_text(call) for call in calls]
+    content = message["content"] or (None if style.takes_null else "")
+    return {**message, "tool_calls": calls, "content": content}
 
 
 def _content(content: object, where: str) -> str:

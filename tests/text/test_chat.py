@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -122,6 +122,7 @@ def test_a_message_that_the_template_hides_cannot_be_continued() -> None:
         template_of("{{ messages[0].content }}").render([USER, ANSWER], continue_final_message=True)
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(), min_size=1, max_size=4))
 def test_no_content_can_be_taken_for_the_template(contents: list[str]) -> None:
     messages = [{"role": "user", "content": content} for content in contents]
@@ -160,6 +161,19 @@ def test_arguments_of_tool_calls_fit_the_template(arguments: Any) -> None:
     assert 'weather{"city": "Łódź"}</call>' in template_of(PASTED).render(call(arguments))
     shown = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}{% endfor %}"
     assert template_of(shown).render(call(arguments)) == '{"city": "Łódź"}'
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{% for m in messages %}[{{ 'nothing' if m.content is none else m.content }}]{% endfor %}", "[hi][nothing]"),
+        ("{% for m in messages %}[{{ m.content }}]{% endfor %}", "[hi][]"),
+        ("{% for m in messages %}[{{ m.content + '!' }}]{% endfor %}", "[hi!][!]"),
+    ],
+)
+def test_no_content_beside_tool_calls_is_null_where_the_template_can_take_it(source: str, text: str) -> None:
+    messages = [{"role": "user", "content": "hi"}, call("{}")[1]]
+    assert template_of(source).render(messages) == text
 
 
 def test_broken_arguments_of_a_tool_call_are_shown_as_they_are() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyserve.text.detokenizer import Detokenizer
@@ -21,6 +21,7 @@ def tokenizer_of(kind: str) -> Tokenizer:
 KINDS = st.sampled_from(["bytes", "pieces"])
 
 
+@settings(deadline=None)
 @given(KINDS, st.lists(st.integers(0, 1300), max_size=60), st.booleans())
 def test_pushes_and_flush_give_the_text_of_all_tokens(kind: str, tokens: list[int], include_special: bool) -> None:
     tokenizer = tokenizer_of(kind)
@@ -29,6 +30,7 @@ def test_pushes_and_flush_give_the_text_of_all_tokens(kind: str, tokens: list[in
     assert pushed + detokenizer.flush() == tokenizer.decode(tokens, include_special=include_special)
 
 
+@settings(deadline=None)
 @given(KINDS, st.text())
 def test_valid_text_is_never_replaced_while_it_comes(kind: str, text: str) -> None:
     tokenizer = tokenizer_of(kind)

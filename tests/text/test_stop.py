@@ -6,7 +6,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pyserve.text.stop import StopStrings
@@ -29,6 +29,7 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise(bounds)]
 
 
+@settings(deadline=None)
 @given(TEXTS, STOPS, st.lists(st.integers(0, 100), max_size=8))
 @example("aabaabaaab", ["aabaaa"], [3, 5, 9])
 @example("abcd", ["abcde", "bc"], [2])
@@ -47,6 +48,7 @@ def test_any_cutting_finds_what_a_search_of_the_whole_text_finds(
     assert (sent, found) == naive(text, stops)
 
 
+@settings(deadline=None)
 @given(TEXTS, STOPS, st.lists(st.integers(0, 100), max_size=8))
 def test_no_start_of_a_stop_string_is_sent_before_it_is_clear(text: str, stops: list[str], places: list[int]) -> None:
     watch = StopStrings(stops)
