@@ -12,6 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from pyserve.errors import InvalidRequest, ModelFileError
 from pyserve.text.chat import CHATML, ChatTemplate
+from pyserve.text.messages import prepare
 
 Messages = list[dict[str, Any]]
 
@@ -263,3 +264,11 @@ def test_a_model_without_a_template_gets_chatml() -> None:
     template = template_of(None)
     assert template.is_default and not template_of("x").is_default
     assert template.render([USER]) == f"<|im_start|>user\n{USER['content']}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_preparing_twice_changes_nothing() -> None:
+    parts = [{"type": "text", "text": "a"}]
+    messages = [{"role": "developer", "content": parts}, USER, *call('{"a": 1}')]
+    once = prepare(messages, is_developer_known=False)
+    assert prepare(once, is_developer_known=False) == once
+    assert template_of(HEADERS).render(once) == template_of(HEADERS).render(messages)
