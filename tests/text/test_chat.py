@@ -268,7 +268,7 @@ def test_a_model_without_a_template_gets_chatml() -> None:
 
 def test_preparing_twice_changes_nothing() -> None:
     parts = [{"type": "text", "text": "a"}]
-    messages = [{"role": "developer", "content": parts}, USER, *call('{"a": 1}')]
+    messages: Messages = [{"role": "developer", "content": parts}, USER, *call('{"a": 1}')]
     once = prepare(messages, is_developer_known=False)
     assert prepare(once, is_developer_known=False) == once
     assert template_of(HEADERS).render(once) == template_of(HEADERS).render(messages)
