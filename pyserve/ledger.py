@@ -148,6 +148,7 @@ class Ledger:
         for park in plan.parks:
             self._park(park, now_ms)
         self._enter_all(plan, now_ms)
+        self._view.rotation_head = plan.rotation_head
         if plan.refused_rotation is not None:
             plan.refused_rotation.is_refusal_told = True
         missing = self._allocate_rows(plan.rows)
@@ -234,6 +235,8 @@ class Ledger:
             self._free_slot(sequence)
         elif state is State.PREEMPTED:
             del view.parked[sequence.id]
+            if view.rotation_head is sequence:
+                view.rotation_head = None
             self._free_slot(sequence)
         else:
             del (view.preempting if state is State.PREEMPTING else view.restoring)[sequence.id]
@@ -284,7 +287,7 @@ class Ledger:
                 self._admit(entry)
 
     def _reserve(self, sequence: Sequence, chain: list[Node]) -> None:
-        wanted = self._view.wanted_pages(sequence, self.limits.runway_steps)
+        wanted = self._view.wanted_pages(sequence, self._view.entry_runway)
         self._extend(sequence, wanted)
         sequence.cache_node = chain[-1] if chain else self._view.cache.root
 

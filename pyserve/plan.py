@@ -106,4 +106,5 @@ class Plan:
     failures: tuple[Failure, ...] = ()
     rows: tuple[Row, ...] = ()
     must_wait_for_copy: bool = False
+    rotation_head: Sequence | None = None  # the parked one that room is made for; it comes back before all others
     refused_rotation: Sequence | None = None  # the parked head, once per park, when no tier could hold a second one

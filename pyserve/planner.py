@@ -13,7 +13,8 @@ The numbers that decide:
 
 Relief parks one victim after another until debt <= available + leaving. The victim is never the leader; among the rest
 one that is not starved, then the one with the fewest pages of its own (R4). A sequence comes back, or is admitted, when
-all its tokens and its runway fit beside the debt of those that run (R9, R12a), so that it is not parked again at once.
+all its tokens and its runway fit beside the runway of those that run (R12a). That runway is longer than the one that
+relief keeps, by the same number of steps: otherwise the next step would park it again (R9).
 Sizes are capped by what a sequence can ever need, at most the pool: that is how the runway is waived for one that has
 the pool to itself (R8). Admission waits while a parked sequence does. The parked head that waits longer than the
 rotation delay gets room made for it (R7); a sequence is not rotated out before it ran for that delay.
@@ -54,6 +55,7 @@ class View:
     departing: dict[int, Sequence] = field(default_factory=dict)  # ended, a copy still in flight
     oversized: dict[int, Sequence] = field(default_factory=dict)  # more tokens than the whole pool holds
     free_slots: list[int] = field(default_factory=list)
+    rotation_head: Sequence | None = None  # parked, and room was made for it
     debt: int = 0  # the sum of the running sequences' debts
 
     @property
@@ -65,6 +67,11 @@ class View:
         """Cells kept clear per sequence while it runs: none where a park lands before the next step begins."""
         limits = self.limits
         return limits.runway_steps if limits.is_async and limits.is_planner_on and limits.is_parking_on else 0
+
+    @property
+    def entry_runway(self) -> int:
+        """Cells that are clear per sequence when one enters: `runway_steps` decode steps before anyone is parked."""
+        return self.pressure_runway + self.limits.runway_steps
 
     def wanted_pages(self, sequence: Sequence, runway: int) -> int:
         """Pages for all its tokens and `runway` cells more, within what it can ever need."""
@@ -139,12 +146,15 @@ class _Draft:
         self._available = view.pool.num_available
         self._leaving = view.pool.num_leaving
         self._debt = view.debt
+        self._vacated: set[int] = set()  # pages that the parks of this plan free, now or when they land
+        self._copied: set[int] = set()  # those of them that a copy reads first
         self._fresh = 0  # pages to allocate for those that enter
         self._parks: list[Park] = []
         self._gone = set(view.oversized)  # ids that get no row
         self._restores: list[Restore] = []
         self._admissions: list[Admission] = []
         self._entered: list[tuple[Sequence, int]] = []  # (runs from this step on, its computed tokens)
+        self._rotation_head: Sequence | None = None
         self._refused: Sequence | None = None
         self.is_restore_due = False
 
@@ -173,6 +183,8 @@ class _Draft:
         num_own = self._view.pool.num_own(sequence.pages)
         # Pages reserved beyond what is computed are not copied, and come free at once.
         num_own_copied = max(0, num_own - (len(sequence.pages) - num_copied)) if num_copied else 0
+        self._vacated.update(sequence.pages[len(sequence.pages) - num_own :])
+        self._copied.update(sequence.pages[len(sequence.pages) - num_own : num_copied])
         self._available += num_own - num_own_copied
         self._leaving += num_own_copied
         self._host_pages -= num_copied
@@ -185,14 +197,19 @@ class _Draft:
     def restore(self) -> None:
         """All that fit, in order; one that does not fit holds up nobody, unless room is being made for it (R6, R7)."""
         queue = sorted(self._view.parked.values(), key=restore_order)
+        head = self._view.rotation_head
+        if head is not None:  # whoever made room for it may have been parked more often
+            queue.remove(head)
+            queue.insert(0, head)
         reserve = self._entry_reserve()
         for sequence in queue:
-            cost = self._cost(sequence)
+            cost = self._cost(sequence, self._vacated)
             if cost <= self._available - reserve:
                 self._bring_back(sequence)
                 continue
             self.is_restore_due = True
-            if sequence is queue[0] and self._is_overdue(sequence) and self._make_room(sequence, cost + reserve):
+            if sequence is queue[0] and self._is_overdue(sequence) and self._make_room(sequence, reserve):
+                self._rotation_head = sequence
                 return
 
     def _bring_back(self, sequence: Sequence) -> None:
@@ -208,13 +225,10 @@ class _Draft:
             return False
         return self._now_ms - head.parked_at_ms > limits.rotation_delay_ms
 
-    def _make_room(self, head: Sequence, needed: int) -> bool:
+    def _make_room(self, head: Sequence, reserve: int) -> bool:
         """Rotation. True: the pages that `head` needs are on their way, and nobody may slip into them."""
-        short = needed - self._available - self._leaving
-        if short <= 0:
-            return True
-        victims = self._rotation_victims(short)
-        if not victims:
+        victims = self._rotation_victims(head, reserve)
+        if victims is None:
             return False
         size = self._view.limits.page_size
         if sum(-(-each.num_computed // size) for each in victims) > self._host_pages:
@@ -224,48 +238,55 @@ class _Draft:
             self._park(victim, "rotation")
         return True
 
-    def _rotation_victims(self, short: int) -> list[Sequence]:
-        """The first victim that gives `short` pages alone, else the first few that do together, else none."""
+    def _rotation_victims(self, head: Sequence, reserve: int) -> list[Sequence] | None:
+        """Nobody if the room is on its way; the first that makes it alone, or the first few together; None: it cannot
+        be made."""
+        if self._is_room(head, reserve, []):
+            return []
         latest = self._now_ms - self._view.limits.rotation_delay_ms
         candidates = [each for each in self._victims() if each.resident_since_ms <= latest]
-        gains = [self._view.pool.num_own(each.pages) + each.debt for each in candidates]
-        for victim, gain in zip(candidates, gains, strict=True):
-            if gain >= short:
+        for victim in candidates:
+            if self._is_room(head, reserve, [victim]):
                 return [victim]
         for count in range(2, len(candidates) + 1):
-            if sum(gains[:count]) >= short:
+            if self._is_room(head, reserve, candidates[:count]):
                 return candidates[:count]
-        return []
+        return None
+
+    def _is_room(self, head: Sequence, reserve: int, victims: list[Sequence]) -> bool:
+        """Whether `head` fits once `victims` and those that leave already are gone."""
+        gain = 0
+        vacated = self._vacated if not victims else set(self._vacated)
+        for victim in victims:
+            num_own = self._view.pool.num_own(victim.pages)
+            gain += num_own + self._runway_debt(victim)
+            vacated.update(victim.pages[len(victim.pages) - num_own :])
+        return self._cost(head, vacated) + reserve <= self._available + self._leaving + gain
 
     # Entering the pool: restores and admissions
 
     def _entry_reserve(self) -> int:
-        """Pages that those who run may claim before a newcomer does: their runway, asynchronous or not (R9)."""
-        view = self._view
-        runway = view.limits.runway_steps
-        if view.pressure_runway == runway:
-            return max(0, self._debt)
-        return sum(
-            max(0, view.wanted_pages(each, runway) - len(each.pages))
-            for each in view.running.values()
-            if each.id not in self._gone
-        )
+        """Pages that those who run may claim before a newcomer does (R9)."""
+        return sum(self._runway_debt(each) for each in self._view.running.values() if each.id not in self._gone)
 
-    def _cost(self, sequence: Sequence) -> int:
-        """Available pages that it takes to bring all of `sequence` and its runway in."""
+    def _runway_debt(self, sequence: Sequence) -> int:
+        return max(0, self._view.wanted_pages(sequence, self._view.entry_runway) - len(sequence.pages))
+
+    def _cost(self, sequence: Sequence, vacated: set[int]) -> int:
+        """Available pages that it takes to bring all of `sequence` in, with its runway, once `vacated` are let go."""
         view = self._view
-        wanted = view.wanted_pages(sequence, view.limits.runway_steps)
-        return wanted - view.cache.num_shared(sequence.tokens, view.match_limit(sequence))
+        wanted = view.wanted_pages(sequence, view.entry_runway)
+        return wanted - view.cache.num_shared(sequence.tokens, view.match_limit(sequence), vacated)
 
     def _enter(self, sequence: Sequence) -> int:
         """Counts its pages as taken. Returns how many of them the prompt cache provides."""
         view = self._view
         chain = view.cache.match(sequence.tokens, view.match_limit(sequence))
-        wanted = view.wanted_pages(sequence, view.limits.runway_steps)
+        wanted = view.wanted_pages(sequence, view.entry_runway)
         for node in chain:
-            if view.pool.holders[node.page]:
+            if view.pool.holders[node.page] and node.page not in self._vacated:
                 continue
-            if view.pool.readers[node.page]:
+            if view.pool.readers[node.page] or node.page in self._copied:
                 self._leaving -= 1
             else:
                 self._available -= 1
@@ -284,7 +305,7 @@ class _Draft:
                 return
             if sequence.id in self._gone or view.is_behind_leader(sequence):
                 continue
-            if self._cost(sequence) <= self._available - reserve:
+            if self._cost(sequence, self._vacated) <= self._available - reserve:
                 num_cached = self._enter(sequence)
                 self._admissions.append(Admission(sequence, slots[len(self._admissions)], num_cached))
                 self._entered.append((sequence, num_cached * view.limits.page_size))
@@ -311,6 +332,7 @@ class _Draft:
             failures=tuple(Failure(each, "never_fits") for each in self._view.oversized.values()),
             rows=tuple(rows),
             must_wait_for_copy=not rows and will_copy and not is_freeing,
+            rotation_head=self._rotation_head,
             refused_rotation=self._refused,
         )
 

@@ -86,7 +86,7 @@ class Pool:
         for page in pages:
             self.readers[page] += 1
             self.holders[page] -= 1
-            if not self.holders[page] and self.readers[page] == 1:
+            if not self.holders[page]:
                 self.num_leaving += 1
 
     def stop_reading(self, pages: Iterable[int]) -> list[int]:

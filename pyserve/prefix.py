@@ -15,7 +15,7 @@ that nobody holds, and entries that no longer describe it are dropped when they 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
 from pyserve.pool import Pool
@@ -62,17 +62,18 @@ class PrefixCache:
             node = child
         return chain
 
-    def num_shared(self, tokens: Sequence[int], max_pages: int) -> int:
-        """How many pages of that chain some sequence holds now, so that sharing them costs no room.
+    def num_shared(self, tokens: Sequence[int], max_pages: int, vacated: Container[int]) -> int:
+        """How many pages of that chain some sequence goes on holding, so that sharing them costs no room.
 
-        Stops at the first page that nobody holds: O(1) where nothing is shared.
+        `vacated`: pages whose only holder is about to go. Stops at the first page that does not count: O(1) where
+        nothing is shared.
         """
         size = self._page_size
         node: Node | None = self.root
         for depth in range(max_pages):
             assert node is not None
             node = node.children.get(tuple(tokens[depth * size : (depth + 1) * size]))
-            if node is None or not self._pool.holders[node.page]:
+            if node is None or not self._pool.holders[node.page] or node.page in vacated:
                 return depth
         return max_pages
 
