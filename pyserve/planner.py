@@ -180,13 +180,16 @@ class _Draft:
 
     def _park(self, sequence: Sequence, reason: ParkReason) -> None:
         tier, num_copied = park_tier(sequence, self._view.limits.page_size, self._host_pages)
-        num_own = self._view.pool.num_own(sequence.pages)
-        # Pages reserved beyond what is computed are not copied, and come free at once.
-        num_own_copied = max(0, num_own - (len(sequence.pages) - num_copied)) if num_copied else 0
-        self._vacated.update(sequence.pages[len(sequence.pages) - num_own :])
-        self._copied.update(sequence.pages[len(sequence.pages) - num_own : num_copied])
-        self._available += num_own - num_own_copied
-        self._leaving += num_own_copied
+        pool = self._view.pool
+        first_own = len(sequence.pages) - pool.num_own(sequence.pages)
+        for index, page in enumerate(sequence.pages[first_own:], first_own):
+            self._vacated.add(page)
+            # Pages reserved beyond what is computed are not copied, and come free at once.
+            if index < num_copied or pool.readers[page]:
+                self._copied.add(page)
+                self._leaving += 1
+            else:
+                self._available += 1
         self._host_pages -= num_copied
         self._debt -= sequence.debt
         self._gone.add(sequence.id)
