@@ -148,6 +148,17 @@ class Driver:
             self.iterate()
         raise AssertionError(f"still busy after {max_iterations} iterations: {self.ledger.live()}")
 
+    def check_all_ended(self) -> None:
+        """Everybody ended exactly once, by pressure only where parking is off, and nothing is held any more."""
+        ended = [*self.finished, *self.cancelled, *(sequence for sequence, _ in self.failed)]
+        assert sorted(each.id for each in ended) == list(range(self.next_id)), "a sequence is lost, or ended twice"
+        for sequence, reason in self.failed:
+            is_too_long = sequence.prompt_len > self.limits.context_len
+            assert (reason == "never_fits") == is_too_long, f"{sequence} failed: {reason}"
+            assert is_too_long or not self.limits.is_parking_on, f"pressure ended {sequence}"
+        assert not self.host, "parked memory stays held"
+        assert self.ledger.free_pages + self.ledger.cached_pages == self.limits.num_pages
+
     def _plan(self) -> Plan:
         leader = self.ledger._view.leader()
         in_flight = sum(len(content) for _, content in self.parks_in_flight.values())

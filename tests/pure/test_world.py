@@ -44,7 +44,6 @@ class World(RuleBasedStateMachine):
     def open(self, limits: Limits, host_pages: int, base: list[int]) -> None:
         self.driver = Driver(limits, host_pages)
         self.base = base  # what the prompts of this world have in common
-        self.num_submitted = 0
 
     @rule(
         num_shared=st.integers(0, 40),
@@ -59,7 +58,6 @@ class World(RuleBasedStateMachine):
         if is_same:  # n > 1: one prompt, several continuations
             tails = [tails[0]] * len(tails)
         prompts = [self.base[:num_shared] + tail for tail in tails]
-        self.num_submitted += len(prompts)
         self.driver.submit(prompts, max_tokens, is_led=is_same, cache_prompt=cache_prompt)
 
     @precondition(lambda self: self.driver.ledger.live())
@@ -95,14 +93,7 @@ class World(RuleBasedStateMachine):
         driver = self.driver
         num_tokens = sum(driver.limits.context_len + len(each.tokens) for each in driver.ledger.live())
         driver.run(20 * num_tokens + 50)
-        ended = [*driver.finished, *driver.cancelled, *(sequence for sequence, _ in driver.failed)]
-        assert len({each.id for each in ended}) == len(ended) == self.num_submitted, "a sequence is lost or ended twice"
-        for sequence, reason in driver.failed:
-            is_too_long = sequence.prompt_len > driver.limits.context_len
-            assert (reason == "never_fits") == is_too_long, f"{sequence} failed: {reason}"
-            assert is_too_long or not driver.limits.is_parking_on, f"pressure ended {sequence}"
-        assert not driver.host, "parked memory stays held"
-        assert driver.ledger.free_pages + driver.ledger.cached_pages == driver.limits.num_pages
+        driver.check_all_ended()
         self.steps.append(driver.num_iterations)
 
 

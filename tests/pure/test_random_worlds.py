@@ -1,0 +1,77 @@
+"""Long seeded walks through worlds that are harsher than a state machine's short ones.
+
+Few pages, many prefixes in common, copies that hang and fail, parks forced at every token: what the walks check is in
+the driver, and that everybody ends, once, and never by pressure.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pyserve.plan import Limits
+from tests.pure.pool_driver import VOCABULARY, Driver
+
+
+def random_driver(dice: random.Random) -> Driver:
+    limits = Limits(
+        num_pages=dice.randint(1, 20),
+        page_size=dice.choice([1, 2, 4, 8]),
+        num_slots=dice.randint(1, 6),
+        batch_tokens=dice.choice([5, 32]),
+        runway_steps=dice.choice([8, 8, 2, 0]),
+        rotation_delay_ms=dice.choice([0.0, 30.0, 2000.0]),
+        is_parking_on=dice.random() < 0.85,
+        is_planner_on=dice.random() < 0.7,
+        is_async=dice.random() < 0.7,
+        preempt_every=dice.choice([0, 0, 1, 3, 8]),
+    )
+    return Driver(limits, host_pages=dice.choice([0, 3, 12, 1 << 20]))
+
+
+def submit_some(driver: Driver, dice: random.Random, base: list[int]) -> None:
+    shared = base[: dice.randint(0, min(40, driver.limits.context_len))]
+    tails = [[dice.randrange(VOCABULARY) for _ in range(dice.randint(1, 8))] for _ in range(dice.randint(1, 4))]
+    is_led = dice.random() < 0.5
+    if is_led:
+        tails = tails[:1] * len(tails)
+    driver.submit(
+        [shared + tail for tail in tails],
+        dice.choice([None, 1, 5, 30]),
+        is_led=is_led,
+        cache_prompt=dice.random() < 0.9,
+    )
+
+
+def walk(driver: Driver, dice: random.Random) -> None:
+    base = [dice.randrange(VOCABULARY) for _ in range(60)]
+    hanging = dice.choice([0.0, 0.5, 0.9, 1.0])
+    failing = dice.choice([0.0, 0.0, 0.2])
+    arriving = dice.choice([0.05, 0.3])
+    leaving = dice.choice([0.0, 0.02, 0.1])
+    for _ in range(dice.choice([40, 150])):
+        if dice.random() < arriving and len(driver.ledger.live()) < 12:
+            submit_some(driver, dice, base)
+        if dice.random() < leaving and driver.ledger.live():
+            driver.cancel(dice.choice(driver.ledger.live()))
+        in_flight = driver.in_flight()
+        dice.shuffle(in_flight)
+        for id in in_flight:
+            if dice.random() >= hanging:
+                driver.land(id, is_failed=dice.random() < failing)
+        driver.iterate(lambda ids: ids[:0])
+
+
+@pytest.mark.parametrize("first_seed", range(0, 100, 25))
+def test_everybody_ends_once_and_never_by_pressure(first_seed: int) -> None:
+    num_iterations = 0
+    for seed in range(first_seed, first_seed + 25):
+        dice = random.Random(seed)
+        driver = random_driver(dice)
+        walk(driver, dice)
+        num_tokens = sum(driver.limits.context_len + len(each.tokens) for each in driver.ledger.live())
+        driver.run(20 * num_tokens + 50)
+        driver.check_all_ended()
+        num_iterations += driver.num_iterations
+    assert num_iterations > 2000
