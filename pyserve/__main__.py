@@ -14,11 +14,12 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from hypercorn.asyncio import serve
 from hypercorn.config import Config
 
-from pyserve.app import App, banner, check_model, create_app
+from pyserve.app import App, StartEngine, banner, check_model, create_app
 from pyserve.errors import PyserveError
 from pyserve.http.gate import is_open_to_all
 from pyserve.http.state import ServerState
@@ -26,7 +27,7 @@ from pyserve.log import setup_logging
 from pyserve.settings import Settings, load_settings
 
 logger = logging.getLogger("pyserve.main")
-CLOSE_TIMEOUT_S = 5.0  # for connections to end once the engine has drained
+CLOSE_TIMEOUT_S = 3.0  # for connections to end once the engine has drained
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,57 +47,82 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _serve(settings: Settings, listener: int) -> int:
-    server = _Server(settings, listener)
+    server = Server(settings, listener)
     return await server.run()
 
 
-class _Server:
+class Server:
     """One run of hypercorn with its signals."""
 
-    def __init__(self, settings: Settings, listener: int) -> None:
+    def __init__(self, settings: Settings, listener: int, start_engine: StartEngine | None = None) -> None:
+        """`listener` is the descriptor of a listening socket, which hypercorn closes."""
         self._settings = settings
         self._stop = asyncio.Event()
-        self._stop_now = asyncio.Event()
+        self._cut = asyncio.Event()
+        self._is_closing = asyncio.Event()
         self._has_failed = False
-        self._app: App = create_app(settings, on_failed=self._load_failed)
+        self._app: App = create_app(settings, start_engine, on_failed=self._load_failed)
         self._app.on_loaded = _print_banner
         self._config = _config(listener)
 
     async def run(self) -> int:
         """The exit code."""
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_show_loop_error)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
         serving = asyncio.create_task(serve(self._app, self._config, shutdown_trigger=self._wait_for_stop))  # type: ignore[arg-type]
-        stopping = asyncio.create_task(self._stop_now.wait())
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (serving, stopping):
-            task.cancel()
-        results = await asyncio.gather(serving, stopping, return_exceptions=True)
-        failure = results[0]
-        if isinstance(failure, Exception):
-            return _fail(str(failure))
+        closing = asyncio.create_task(self._end_late(serving))
+        try:
+            await serving
+        except asyncio.CancelledError:
+            logger.warning("some connections did not close in time")
+        except Exception as error:
+            return _fail(str(error))
+        finally:
+            closing.cancel()
         return 1 if self._has_failed else 0
+
+    async def _end_late(self, serving: asyncio.Task[None]) -> None:
+        """On Python 3.12 and later hypercorn waits without limit for connections that do not close."""
+        await self._is_closing.wait()
+        await asyncio.wait({serving}, timeout=2 * CLOSE_TIMEOUT_S)
+        serving.cancel()
 
     def _signalled(self, number: int) -> None:
         if not self._stop.is_set():
-            logger.info(
-                "stopping: running requests have %g s; a second signal stops at once", self._settings.drain_timeout_s
-            )
+            timeout_s = self._settings.drain_timeout_s
+            logger.info("stopping: running requests have %g s; a second signal stops at once", timeout_s)
             self._stop.set()
             return
         asyncio.get_running_loop().remove_signal_handler(number)
-        self._stop_now.set()
+        self._cut.set()
 
     async def _wait_for_stop(self) -> None:
+        """Until hypercorn is to close: a signal came, and the engine has drained or is told not to."""
         await self._stop.wait()
         if not self._has_failed:
-            await self._app.drain()
-        asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._stop_now.set)
+            await self._drain_or_cut()
+        self._is_closing.set()
+
+    async def _drain_or_cut(self) -> None:
+        draining = asyncio.create_task(self._app.drain())
+        cutting = asyncio.create_task(self._cut.wait())
+        await asyncio.wait({draining, cutting}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (draining, cutting):
+            task.cancel()
+        await asyncio.gather(draining, cutting, return_exceptions=True)
+        await self._app.cut()
 
     def _load_failed(self) -> None:
         self._has_failed = True
         self._stop.set()
+
+
+def _show_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Connections that hypercorn cancels when it closes are no error."""
+    if not isinstance(context.get("exception"), asyncio.CancelledError):
+        loop.default_exception_handler(context)
 
 
 def _listen(settings: Settings) -> socket.socket:

@@ -54,11 +54,16 @@ class App:
 
     async def drain(self) -> None:
         """Refuse new requests, let running ones go on for the drain timeout, then end them with an error."""
-        state = self.state
-        if state is None or state.model is None:
-            return
+        state = self.make()
         state.is_draining = True
-        if not await state.model.engine.drain(state.settings.drain_timeout_s):
+        if state.model is not None and not await state.model.engine.drain(state.settings.drain_timeout_s):
+            await self.cut()
+
+    async def cut(self) -> None:
+        """End what still runs with an error event, and stop the engine."""
+        state = self.make()
+        state.is_draining = True
+        if state.model is not None:
             await state.model.engine.stop()
 
     def make(self) -> ServerState:
@@ -79,8 +84,7 @@ class App:
         async with _loading(self._load(state)):
             await send({"type": "lifespan.startup.complete"})
             await receive()
-        if state.model is not None:
-            await state.model.engine.stop()
+        await self.cut()
         await send({"type": "lifespan.shutdown.complete"})
 
     def _prepare(self) -> str | None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pyserve.__main__ import main
+from pyserve.__main__ import Server, main
 from pyserve.app import App, banner, create_app, model_path
 from pyserve.errors import ModelFileError, SettingsError
 from pyserve.settings import Settings
@@ -175,6 +178,33 @@ def test_a_real_server_loads_in_its_lifespan_and_keeps_a_slow_reader_apart() -> 
         quick = httpx.post(url + CHAT, json={"messages": USER}, timeout=5.0)
         assert quick.json()["choices"][0]["message"]["content"].startswith("Hello")
         assert httpx.get(url + "/health").elapsed.total_seconds() < 1.0
+
+
+async def stop_by_signals(num_signals: int, body: dict[str, Any]) -> tuple[int, float, str]:
+    """Serve a stream, send signals; the exit code, the seconds that it took, what the client read."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}{CHAT}"
+    served = FakeServed(FakeEngine(token_delay_s=0.01))
+    running = asyncio.create_task(Server(Settings(), listener.detach(), starter(served)).run())  # type: ignore[arg-type]
+    async with httpx.AsyncClient() as client:
+        while (await client.get(url.replace(CHAT, "/health"))).status_code != 200:
+            await asyncio.sleep(0.01)
+        reading = asyncio.create_task(client.post(url, json=body, timeout=20))
+        while not served.engine.num_open:
+            await asyncio.sleep(0.01)
+        start = time.monotonic()
+        for _ in range(num_signals):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.1)
+        text = (await reading).text
+        return await running, time.monotonic() - start, text
+
+
+def test_the_first_signal_lets_a_stream_finish_and_the_second_ends_it() -> None:
+    code, took_s, text = asyncio.run(stop_by_signals(1, {**LONG, "max_tokens": 40}))
+    assert code == 0 and took_s < 5 and text.endswith("data: [DONE]\n\n")
+    code, took_s, text = asyncio.run(stop_by_signals(2, LONG))
+    assert code == 0 and took_s < 5 and '"code":503' in text and "[DONE]" not in text
 
 
 def test_a_port_in_use_and_a_missing_model_are_one_line_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
