@@ -1,4 +1,4 @@
-"""Logging: one line per event, `time level logger message key=value ...`, to standard error."""
+"""Logging: one line per event, `time level logger message`, to standard error. Fields in a message are key=value."""
 
 from __future__ import annotations
 
@@ -17,16 +17,3 @@ def setup_logging(level: str) -> None:
         handler.setFormatter(logging.Formatter(FORMAT))
         logger.addHandler(handler)
         logger.propagate = False
-
-
-def log_event(logger: logging.Logger, event: str, **fields: object) -> None:
-    """One structured line at level info: the event's name and its fields as key=value."""
-    if logger.isEnabledFor(logging.INFO):
-        logger.info("%s %s", event, " ".join(f"{name}={_show(value)}" for name, value in fields.items()))
-
-
-def _show(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.1f}"
-    text = str(value)
-    return repr(text) if not text or any(character.isspace() or character in "='\"" for character in text) else text

@@ -18,7 +18,10 @@ from pyserve.types import SamplingParams, SlotSnapshot
 
 
 async def health(request: Request) -> Response:
-    """GET /health: 200 when requests are answered, else 503 with how far loading is."""
+    """GET /health: 200 when requests are answered, else 503 with how far loading is.
+
+    `status` is "ok", or "stuck" when requests wait and the engine's watchdog found that nothing moves.
+    """
     state: ServerState = request.app.state.server
     if state.model is None:
         message = state.load_failure or "Loading model"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -51,7 +52,7 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-class GenerationResponse(Response):
+class GenerationResponse(Response, ABC):
     """The part that streams and plain answers share."""
 
     def __init__(self, job: Job, choices: Sequence[Choice], generation: Generation, writer: Writer) -> None:
@@ -79,9 +80,9 @@ class GenerationResponse(Response):
             self._has_client = False
             working.cancel()
 
+    @abstractmethod
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the whole answer."""
-        raise AssertionError("each kind of answer has its own")
 
     async def _next_events(self, deadline: float | None) -> list[Event]:
         """The engine's next events. One that ends without the sequences' last events must not look like success."""

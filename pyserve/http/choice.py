@@ -99,6 +99,8 @@ class Choice:
             text, self.stop_string = self._stops.push(text)
             if self.stop_string is None:
                 text += self._stops.flush()
+            else:
+                self.finish_reason = FinishReason.STOP
         self._made_len = max(self._made_len, self._sent_len + len(text))
         is_whole = self.stop_string is None
         piece = self._piece(text)

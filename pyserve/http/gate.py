@@ -41,8 +41,10 @@ class Gate:
                 message["headers"] = [*message.get("headers", ()), *cors]
             await send(message)
 
+        body = _Body(receive)
         answer = self._answer(scope["method"], scope["path"], headers)
-        await (answer or self._app)(scope, receive, send_with_cors if cors else send)
+        await (answer or self._app)(scope, body.receive, send_with_cors if cors else send)
+        await body.read_rest()
 
     def _answer(self, method: str, path: str, headers: Headers) -> Response | None:
         """The answer that ends it here, or None for a request that may go on."""
@@ -76,6 +78,26 @@ class Gate:
         if "*" in self._origins or origin in self._origins:
             return True
         return "localhost" in self._origins and _host(origin) in LOCAL_HOSTS
+
+
+class _Body:
+    """A request's body, which has to be read also when the answer did not need it.
+
+    hypercorn stops reading a connection whose body nobody takes, and would then not even notice that it was closed.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._is_over = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._is_over = not message.get("more_body", False)
+        return message
+
+    async def read_rest(self) -> None:
+        while not self._is_over:
+            await self.receive()
 
 
 def _host(origin: str) -> str | None:

@@ -44,7 +44,6 @@ async def apply_template(request: Request) -> Response:
 async def input_tokens(request: Request) -> Response:
     """POST /v1/chat/completions/input_tokens."""
     state: ServerState = request.app.state.server
-    state.served  # noqa: B018  # 503 while the model loads
     prompt, _ = await prepare(await read_body(request), lambda data: chat_tokens(decode(data, ChatBody), state))
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 

@@ -7,6 +7,7 @@ once per choice; a frame that carries nothing but text is then three byte string
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,16 +29,29 @@ _MARK = "\x00text\x00"  # where a frame's text goes; JSON writes it as an escape
 class Writer(Protocol):
     """How an endpoint words its answer. Frames are whole events of a stream."""
 
-    def begin(self, choice: Choice) -> bytes: ...
-    def piece(self, choice: Choice, piece: Piece) -> bytes: ...
-    def end(self, choice: Choice, rest: Piece | None, *, is_last: bool) -> bytes: ...
-    def progress(self, event: PromptProgress) -> bytes: ...
-    def preemption(self, index: int, state: str) -> bytes: ...
-    def close(self) -> bytes: ...
-    def answer(self, pieces: Sequence[Sequence[Piece]]) -> Any: ...
+    def begin(self, choice: Choice) -> bytes:
+        """What goes before a sequence's first text."""
+
+    def piece(self, choice: Choice, piece: Piece) -> bytes:
+        """One piece of text."""
+
+    def end(self, choice: Choice, rest: Piece | None, *, is_last: bool) -> bytes:
+        """A sequence's last text and why it ended; `is_last`: of all sequences of the request."""
+
+    def progress(self, event: PromptProgress) -> bytes:
+        """How far a prompt is."""
+
+    def preemption(self, index: int, state: str) -> bytes:
+        """A park or a resume as data (R32)."""
+
+    def close(self) -> bytes:
+        """The end of a stream that went well."""
+
+    def answer(self, pieces: Sequence[Sequence[Piece]]) -> Any:
+        """The body of an answer that is not streamed, from the pieces of each sequence."""
 
 
-class OpenAIWriter:
+class OpenAIWriter(ABC):
     """What chat and completion have in common."""
 
     chunk_object = ""
@@ -56,17 +70,17 @@ class OpenAIWriter:
 
     # --- what the two shapes say themselves
 
+    @abstractmethod
     def text_choice(self, choice: Choice, text: str) -> dict[str, Any]:
         """The choice of a frame that carries text."""
-        raise AssertionError("each shape has its own")
 
+    @abstractmethod
     def logprobs(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """The log-probabilities of a piece."""
-        raise AssertionError("each shape has its own")
 
+    @abstractmethod
     def end_choice(self, choice: Choice) -> dict[str, Any]:
         """The choice of the last frame of a sequence."""
-        raise AssertionError("each shape has its own")
 
     # --- frames
 

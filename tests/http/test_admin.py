@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pyserve.app import create_app
 from pyserve.settings import Settings
 from pyserve.types import Counters
-from tests.http.asking import ask, chat
+from tests.http.asking import ask, chat, loaded_app
 from tests.http.fake_engine import FakeEngine, FakeServed, starter, word
 
 KEYS = Settings(api_keys=("first", "second"))
@@ -128,6 +129,23 @@ def test_an_unknown_key_does_not(path: str, headers: dict[str, str]) -> None:
 @pytest.mark.parametrize("path", ["/health", "/v1/health", "/models", "/v1/models"])
 def test_some_paths_are_open_to_all(path: str) -> None:
     assert ask("GET", path, settings=KEYS).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/props", "/v1/models", "/nope"])
+def test_a_body_that_nobody_wants_is_read_to_its_end(path: str) -> None:
+    """Otherwise hypercorn stops reading the connection and does not see it close."""
+    chunks = [{"type": "http.request", "body": b"x" * 65536, "more_body": left > 0} for left in reversed(range(30))]
+    statuses: list[int] = []
+
+    async def receive() -> dict[str, Any]:
+        return chunks.pop(0)
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status", 0))
+
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": b"", "query_string": b"", "headers": []}
+    asyncio.run(loaded_app(settings=KEYS)({**scope, "root_path": "", "http_version": "1.1"}, receive, send))
+    assert chunks == [] and statuses[0] in (401, 404)
 
 
 def test_cors_reflects_the_origin_also_on_errors_and_before_keys() -> None:
