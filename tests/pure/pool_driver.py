@@ -34,7 +34,7 @@ class Driver:
     num_steps: int = 0  # iterations that ran rows
     num_iterations: int = 0
     num_idle: int = 0  # iterations in a row without rows, while nothing was in flight
-    num_resumed: int = 0
+    is_waiting: bool = False  # for a copy: the next iteration begins when one lands
     next_id: int = 0
     kv: dict[int, list[int | None]] = field(default_factory=dict)  # page -> fingerprint of each cell
     host: dict[int, list[list[int | None]]] = field(default_factory=dict)  # sequence id -> parked pages
@@ -122,6 +122,8 @@ class Driver:
 
     def iterate(self, landing: Callable[[list[int]], Iterable[int]] = lambda ids: ids) -> Plan:
         """Lands the copies that `landing` picks, plans, applies, runs the step. Returns the applied plan."""
+        if self.is_waiting and self.in_flight():
+            self.land(self.in_flight()[0])
         for id in list(landing(self.in_flight())):
             self.land(id)
         plan = self._plan()
@@ -132,9 +134,8 @@ class Driver:
         self.num_iterations += 1
         self._check_liveness(plan)
         self._step(plan.rows)
-        if plan.must_wait_for_copy:
-            assert self.in_flight(), "waits for a copy, and none is in flight"
-            self.land(self.in_flight()[0])
+        self.is_waiting = plan.must_wait_for_copy
+        assert not self.is_waiting or self.in_flight(), "waits for a copy, and none is in flight"
         self.now_ms += self.step_ms
         if self.is_checked:
             self.ledger.check_integrity()

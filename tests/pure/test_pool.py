@@ -1,0 +1,108 @@
+"""Where pages come from, who holds them, and that none is lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pyserve.page_runs import runs
+from pyserve.pool import Pool
+
+
+def test_a_sequence_grows_into_the_next_page() -> None:
+    pool = Pool(64)
+    first = pool.allocate(4)
+    assert first == [0, 1, 2, 3]
+    assert pool.allocate(1, after=3) == [4]
+
+
+def test_a_new_sequence_starts_in_the_middle_of_the_largest_gap() -> None:
+    pool = Pool(64)
+    pool.allocate(4)
+    assert pool.allocate(4) == [32, 33, 34, 35]
+
+
+def test_pages_left_over_are_all_used() -> None:
+    pool = Pool(10)
+    taken = [pool.allocate(1)[0] for _ in range(10)]
+    assert sorted(taken) == list(range(10))
+    pool.check_integrity()
+
+
+def test_four_sequences_growing_side_by_side_leave_few_runs() -> None:
+    """Taking the lowest free page would leave one run per page: 150 each."""
+    pool = Pool(1024)
+    chats = [pool.allocate(20) for _ in range(4)]
+    for _ in range(150):
+        for pages in chats:
+            pages += pool.allocate(1, after=pages[-1])
+    assert max(len(runs(pages)) for pages in chats) <= 2
+    pool.check_integrity()
+
+
+def test_freed_neighbours_become_one_gap() -> None:
+    pool = Pool(12)
+    pages = pool.allocate(12)
+    for page in (3, 5, 4, 9, 0, 1, 2):
+        pool.release([page])
+        pool.check_integrity()
+    assert pool.allocate(6) == [0, 1, 2, 3, 4, 5]
+    assert pool.num_free == 1 and pages[9] == 9
+
+
+def test_a_page_in_a_copy_is_nobodys_until_it_landed() -> None:
+    pool = Pool(4)
+    pages = pool.allocate(4)
+    pool.start_reading(pages)
+    assert (pool.num_leaving, pool.num_available) == (4, 0)
+    with pytest.raises(AssertionError, match="1 pages asked for, 0 free"):
+        pool.allocate(1)
+    pool.stop_reading(pages)
+    assert pool.num_free == 4
+
+
+def test_a_shared_page_goes_with_the_last_one_that_leaves() -> None:
+    pool = Pool(4)
+    (page,) = pool.allocate(1)
+    pool.cache(page)
+    pool.retain([page])
+    pool.start_reading([page])
+    assert (pool.num_held, pool.num_leaving) == (1, 0)
+    pool.start_reading([page])
+    assert (pool.num_held, pool.num_leaving) == (0, 1)
+    pool.stop_reading([page])
+    assert pool.num_leaving == 1
+    assert pool.stop_reading([page]) == [page]
+    assert pool.num_cached == 1
+    pool.evict(page)
+    assert pool.num_free == 4
+    pool.check_integrity()
+
+
+def test_only_pages_of_ones_own_count() -> None:
+    pool = Pool(16)
+    shared = pool.allocate(5)
+    for page in shared:
+        pool.cache(page)
+    pool.retain(shared)
+    own = pool.allocate(3)
+    assert pool.num_own(shared + own) == 3
+    assert pool.num_own(own) == 3
+    assert pool.num_own(shared) == 0
+
+
+def test_a_large_pool_forgets_nothing_over_many_changes() -> None:
+    """131,072 pages: no operation may look at all of them."""
+    dice = random.Random(1)
+    pool = Pool(131_072)
+    chats = [pool.allocate(dice.randint(1, 300)) for _ in range(256)]
+    for _ in range(200):
+        index = dice.randrange(256)
+        pool.release(chats[index])
+        chats[index] = pool.allocate(dice.randint(1, 300))
+        for pages in chats:
+            pages += pool.allocate(1, after=pages[-1])
+    assert pool.num_held == sum(len(pages) for pages in chats)
+    assert len({page for pages in chats for page in pages}) == pool.num_held
+    pool.check_integrity()
