@@ -29,6 +29,8 @@ namespace {
 constexpr int64_t key_block = 64, max_rows = 48, max_head_dim = 256;
 constexpr int64_t load_cost = 8;  // what reading a block of K and V costs, in rows: measured
 alignas(64) constexpr float zeros[max_head_dim] = {};
+// Stands for a cell that no row of a tile sees; zero in every type.
+const uint8_t* const no_cell = reinterpret_cast<const uint8_t*>(zeros);
 
 int64_t padded(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 
@@ -42,7 +44,7 @@ struct RowState {
 };
 
 struct Scratch {  // some 250 KiB on the member's stack; only what the head's size needs is touched
-  alignas(64) float cells[key_block * max_head_dim];
+  alignas(64) float floats[key_block * max_head_dim];
   alignas(64) float columns[max_head_dim * key_block];
   alignas(64) float queries[max_rows * max_head_dim];
   alignas(64) float sums[max_rows * max_head_dim];
@@ -63,9 +65,6 @@ struct Tile {
 
   const float* query(int64_t row) const { return qkv + row / num_heads * qkv_width + (first_head + row % num_heads) * head_dim; }
   float* out(int64_t row) const { return output + row / num_heads * out_width + (first_head + row % num_heads) * head_dim; }
-  const uint8_t* cell(int64_t position, int64_t is_value) const {
-    return planes + pages[position / page_size] * page_bytes + is_value * value_offset + position % page_size * cell_bytes;
-  }
   int64_t first_position(int64_t token) const { return window > 0 ? std::max<int64_t>(0, positions[token] - window + 1) : 0; }
   int64_t first_block() const { return first_position(0) / key_block; }
   int64_t last_block() const { return positions[num_tokens - 1] / key_block; }
@@ -74,7 +73,23 @@ struct Tile {
     const int64_t start = block * key_block;
     return {std::clamp<int64_t>(first_position(token) - start, 0, key_block), std::clamp<int64_t>(positions[token] + 1 - start, 0, key_block)};
   }
-  Range keys_of_any(int64_t block) const { return {keys(0, block).first, keys(num_tokens - 1, block).last}; }
+  // K cells of a block that any row sees, no_cell for the rest. One division a block: it would cost more than the cell's arithmetic.
+  void find_cells(int64_t block, const uint8_t** cells) const {
+    const int64_t first = keys(0, block).first, last = keys(num_tokens - 1, block).last;
+    std::fill_n(cells, key_block, no_cell);
+    int64_t page = (block * key_block + first) / page_size, place = (block * key_block + first) % page_size;
+    for (int64_t key = first; key < last; ++key) {
+      cells[key] = planes + pages[page] * page_bytes + place * cell_bytes;
+      if (++place < page_size) continue;
+      place = 0;
+      ++page;
+    }
+  }
+  void prefetch(const uint8_t* const* cells) const {
+    for (int64_t key = 0; key < key_block; ++key) {
+      for (int64_t line = 0; line < cell_bytes; line += 64) __builtin_prefetch(cells[key] + line);
+    }
+  }
 };
 
 namespace generic {

@@ -1,7 +1,6 @@
 #include "program.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <new>
 
@@ -16,15 +15,6 @@ bool is_quantised(WeightType type) { return type != WeightType::f32 && type != W
 
 bool has_common(const std::vector<int64_t>& left, const std::vector<int64_t>& right) {
   return std::any_of(left.begin(), left.end(), [&](int64_t item) { return std::find(right.begin(), right.end(), item) != right.end(); });
-}
-
-template <class T>
-T* zeros(int64_t count) {
-  const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
-  void* memory = std::aligned_alloc(64, std::max<size_t>(bytes, 64));
-  if (memory == nullptr) throw std::bad_alloc();
-  std::memset(memory, 0, std::max<size_t>(bytes, 64));
-  return static_cast<T*>(memory);
 }
 
 // [first, last) of `count` things for this share
@@ -54,7 +44,13 @@ void check_step_rows(const StepRows& rows, int64_t num_sequences, int64_t max_po
   }
 }
 
-void Program::Free::operator()(void* memory) const { std::free(memory); }
+// calloc, since it leaves the pages of a large block untouched until they are used: a program made for long prompts costs nothing while prompts are short.
+template <class T>
+void Program::Memory<T>::allocate(int64_t count) {
+  block_.reset(std::calloc(static_cast<size_t>(count) * sizeof(T) + 64, 1));
+  if (!block_) throw std::bad_alloc();
+  data_ = reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(block_.get()) + 63) / 64 * 64);
+}
 
 Activations Program::Register::view() const { return Activations{f32.get(), q8.get(), q8_scale.get(), q8_sum.get(), width}; }
 
@@ -159,7 +155,7 @@ void Program::take_rows(int64_t x, int64_t out) {
       [=](const Step& step, int64_t num_rows, Share share) {
         const auto [first, last] = part(num_rows, share);
         for (int64_t i = first; i < last; ++i) {
-          std::memcpy(&to->f32[i * to->width], &from->f32[step.batch.sample_rows[i] * to->width], static_cast<size_t>(to->width) * sizeof(float));
+          std::memcpy(to->f32.get() + i * to->width, from->f32.get() + step.batch.sample_rows[i] * to->width, static_cast<size_t>(to->width) * sizeof(float));
         }
       },
       {x}, {out});
@@ -174,11 +170,11 @@ void Program::set_logits(int64_t x) {
 
 void Program::allocate(Register& target) {
   const int64_t rows = target.holds_tokens ? max_tokens_ : max_samples_;
-  target.f32.reset(zeros<float>(rows * target.width));
+  target.f32.allocate(rows * target.width);
   if (!target.needs_q8) return;
-  target.q8.reset(zeros<int8_t>(rows * target.width));
-  target.q8_scale.reset(zeros<float>(rows * target.width / q8_block));
-  target.q8_sum.reset(zeros<int32_t>(rows * target.width / q8_block));
+  target.q8.allocate(rows * target.width);
+  target.q8_scale.allocate(rows * target.width / q8_block);
+  target.q8_sum.allocate(rows * target.width / q8_block);
 }
 
 void Program::check_open() const { check(!logits_.has_value(), "the program is complete: nothing may follow set_logits"); }

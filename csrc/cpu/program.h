@@ -12,6 +12,7 @@
 // Pointers to weights are the caller's to keep alive. One run at a time; not copyable.
 #pragma once
 #include <cstdint>
+#include <cstdlib>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -62,11 +63,16 @@ class Program {
 
  private:
   enum class Rows { none, tokens, samples };  // what a register holds
-  struct Free {
-    void operator()(void* memory) const;
-  };
   template <class T>
-  using Memory = std::unique_ptr<T[], Free>;
+  class Memory {  // zeros, 64-byte aligned
+   public:
+    void allocate(int64_t count);
+    T* get() const { return data_; }
+
+   private:
+    std::unique_ptr<void, void (*)(void*)> block_{nullptr, std::free};
+    T* data_ = nullptr;
+  };
   struct Register {
     int64_t width;
     Rows rows = Rows::none;

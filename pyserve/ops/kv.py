@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
+
 import torch
 
 
@@ -21,9 +25,13 @@ def allocate_pool(
             f"every size of the pool must be at least 1: pages, layers, 2, kv_heads, page_size, head_dim = {shape}"
         )
     try:
-        return torch.zeros(shape, dtype=dtype)
-    except RuntimeError as error:
+        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)  # the tensor keeps it
+    except (OSError, OverflowError) as error:
         raise MemoryError(f"the pool of {num_pages} pages does not fit in memory: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # attention strides through the pool: with small pages it waits for the TLB
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).reshape(shape)
 
 
 def page_bytes(pool: torch.Tensor) -> int:
