@@ -366,6 +366,7 @@ class Engine:
         else:
             self._observe("inter_token_s", now_s - task.last_token_s)
         task.last_token_s = now_s
+        self.counters.generated_tokens += 1
         if request.max_tokens == 0:  # only the prompt was to be scored
             self._finish(task, FinishReason.LENGTH, num_generated=0)
         elif sampled.token in request.stop_tokens:
@@ -398,8 +399,6 @@ class Engine:
     def _finish(self, task: Task, reason: FinishReason, *, num_generated: int, truncated: bool = False) -> None:
         stats = task.stats(time.monotonic(), num_generated)
         self.counters.finished += 1
-        self.counters.generated_tokens += num_generated
-        self.counters.generate_s += stats.generate_ms / 1e3
         self._observe("e2e_s", time.monotonic() - task.submitted_s)
         self._post(task, Finished(task.sequence.index, reason, stats, truncated))
         self._end(task, None)
@@ -409,6 +408,8 @@ class Engine:
         if error is not None:
             stats = task.stats(time.monotonic(), task.num_sent)
             self._post(task, Failed(task.sequence.index, error, stats))
+        if task.first_token_s:
+            self.counters.generate_s += task.last_token_s - task.first_token_s
         self._ledger.finish(task.sequence, time.monotonic() * 1e3)
         self._parking.discard([task.sequence])
         del self._tasks[task.sequence.id]
