@@ -159,21 +159,18 @@ class Ledger:
     def step_done(self, rows: Iterable[Row], sampled: dict[int, int]) -> None:
         """The step ran. `sampled`: the next token of each row that samples, by sequence id."""
         size = self.limits.page_size
-        for row in rows:
-            sequence = row.sequence
+        for sequence, start, length, samples in rows:
             if sequence.state is not State.RUNNING:
                 continue
-            end = row.start + row.length
+            end = start + length
             sequence.num_computed = end
-            sequence.progress = max(sequence.progress, end)
-            token = sampled.get(sequence.id) if row.samples else None
-            if token is not None:
-                sequence.tokens.append(token)
-                if len(sequence.tokens) > self.limits.context_len:
-                    self._view.oversized[sequence.id] = sequence
-            if end // size > row.start // size:
+            if end > sequence.progress:
+                sequence.progress = end
+            if end // size > start // size:
                 self._register(sequence)
-            self._set_debt(sequence)
+            token = sampled.get(sequence.id) if samples else None
+            if token is not None:
+                self._append(sequence, token)
 
     # Landings
 
@@ -339,11 +336,24 @@ class Ledger:
         self._view.debt -= sequence.debt
         sequence.debt = 0
 
+    def _append(self, sequence: Sequence, token: int) -> None:
+        sequence.tokens.append(token)
+        num_tokens = len(sequence.tokens)
+        if num_tokens > self.limits.context_len:
+            self._view.oversized[sequence.id] = sequence
+        size = self.limits.page_size
+        # The pages that it wants change only when its runway, or its last token, enters a new one.
+        if (num_tokens + self._view.pressure_runway) % size == 1 % size or num_tokens > sequence.max_cells:
+            self._set_debt(sequence)
+
     def _set_debt(self, sequence: Sequence) -> None:
         view = self._view
-        debt = max(0, view.wanted_pages(sequence, view.pressure_runway) - len(sequence.pages))
+        debt = self._debt_of(sequence)
         view.debt += debt - sequence.debt
         sequence.debt = debt
+
+    def _debt_of(self, sequence: Sequence) -> int:
+        return max(0, self._view.wanted_pages(sequence, self._view.pressure_runway) - len(sequence.pages))
 
     def _free_slot(self, sequence: Sequence) -> None:
         assert sequence.slot is not None and self._slots[sequence.slot] is sequence
@@ -395,9 +405,10 @@ class Ledger:
         missing = []
         for row in rows:
             sequence = row.sequence
-            needed = -(-(row.start + row.length) // size)
-            if needed <= len(sequence.pages):
+            end = row.start + row.length
+            if end <= len(sequence.pages) * size:
                 continue
+            needed = -(-end // size)
             if needed - len(sequence.pages) <= self._view.pool.num_available:
                 self._extend(sequence, needed)
                 self._set_debt(sequence)
@@ -451,6 +462,7 @@ class Ledger:
             assert holders[page] < 2 or view.pool.is_cached[page], f"page {page} has two owners"
         total = self.free_pages + self.held_pages + self.cached_pages + self.transfer_pages
         assert total == self.limits.num_pages, f"free + held + cached + in transfer = {total}"
+        assert all(each.debt == self._debt_of(each) for each in view.running.values()), "a debt is out of date"
         assert view.debt == sum(each.debt for each in view.running.values()), "the debts do not add up"
         num_occupied = sum(each is not None for each in self._slots)
         assert num_occupied + len(view.free_slots) == self.limits.num_slots, "a slot is lost"

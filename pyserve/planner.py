@@ -55,18 +55,18 @@ class View:
     departing: dict[int, Sequence] = field(default_factory=dict)  # ended, a copy still in flight
     oversized: dict[int, Sequence] = field(default_factory=dict)  # more tokens than the whole pool holds
     free_slots: list[int] = field(default_factory=list)
+    pressure_runway: int = field(init=False)  # cells kept clear per sequence: none where a park lands at once
     rotation_head: Sequence | None = None  # parked, and room was made for it
     debt: int = 0  # the sum of the running sequences' debts
+
+    def __post_init__(self) -> None:
+        limits = self.limits
+        is_ahead = limits.is_async and limits.is_planner_on and limits.is_parking_on
+        self.pressure_runway = limits.runway_steps if is_ahead else 0
 
     @property
     def is_copying(self) -> bool:
         return bool(self.preempting or self.restoring or self.departing)
-
-    @property
-    def pressure_runway(self) -> int:
-        """Cells kept clear per sequence while it runs: none where a park lands before the next step begins."""
-        limits = self.limits
-        return limits.runway_steps if limits.is_async and limits.is_planner_on and limits.is_parking_on else 0
 
     @property
     def entry_runway(self) -> int:
