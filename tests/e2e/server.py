@@ -34,7 +34,7 @@ class Server:
         text = httpx.get(f"{self.url}/metrics").raise_for_status().text
         for line in text.splitlines():
             label, _, value = line.rpartition(" ")
-            if label.split(":")[-1] == name:
+            if not line.startswith("#") and label.split(":")[-1] == name:
                 return float(value)
         raise AssertionError(f"/metrics has no figure {name}")
 
