@@ -39,9 +39,8 @@ def test_copy(benchmark: Any, pool: torch.Tensor, order: str, to_host: bool) -> 
     combs = combs_of(ORDERS[order]())
     benchmark.pedantic(ops.copy_pages, args=(pool, host, combs, to_host), warmup_rounds=1, rounds=15)
     rate, limit = host.numel() / benchmark.stats.stats.median / 1e9, memcpy_gb_s(host)
-    print(
-        f"\n{host.numel() >> 20} MiB in {len(combs)} runs, {rate:.1f} GB/s: {100 * rate / limit:.0f} % of memcpy's {limit:.1f}"
-    )
+    share = f"{100 * rate / limit:.0f} % of memcpy's {limit:.1f}"
+    print(f"\n{host.numel() >> 20} MiB in {len(combs)} runs, {rate:.1f} GB/s: {share}")
 
 
 def test_posting_costs_the_loop(benchmark: Any, pool: torch.Tensor) -> None:
