@@ -79,9 +79,6 @@ class PrefixCache:
 
     def take(self, chain: list[Node]) -> list[int]:
         """A sequence holds the pages of `chain` from now on. Returns the pages."""
-        self._now += 1
-        for node in chain:
-            node.last_use = self._now
         pages = [node.page for node in chain]
         self._pool.retain(pages)
         return pages

@@ -204,3 +204,16 @@ def test_a_plan_changes_nothing() -> None:
         assert driver.ledger.plan(0.0, 100) == plan
     driver.ledger.check_integrity()
     assert driver.ledger.free_pages == 16
+
+
+def test_a_recomputation_does_not_cost_the_lead() -> None:
+    """Else the one that must compute everything again would be the next victim, for ever."""
+    driver = driver_of(512, num_slots=2, host_pages=0, batch_tokens=16, preempt_every=20)
+    long = driver.submit([prompt(150)], 60, cache_prompt=False)[0]
+    short = driver.submit([prompt(40, 1)], 300, cache_prompt=False)[0]
+    for _ in range(100):
+        driver.iterate()
+        if long.num_parks and long.state is State.RUNNING:
+            break
+    assert 0 < long.num_computed < short.num_computed
+    assert driver.ledger._view.leader() is long
