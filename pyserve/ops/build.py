@@ -52,13 +52,13 @@ def built() -> Path:
     """The extension in the cache, built now if it is not there."""
     csrc = source_folder()
     folder = build_folder(csrc)
-    path = folder / f"pyserve_{fingerprint(csrc)}.so"
-    if path.is_file():
-        return path
-    with _locked(folder):
-        if not path.is_file():
-            _compile(csrc, folder, path)
-    return path
+    while True:
+        path = folder / f"pyserve_{fingerprint(csrc)}.so"
+        if path.is_file():
+            return path
+        with _locked(folder):
+            if not path.is_file():
+                _compile(csrc, folder, path)
 
 
 def source_folder() -> Path:
@@ -140,7 +140,8 @@ def _compile(csrc: Path, folder: Path, path: Path) -> None:
             )
     except (RuntimeError, OSError) as error:
         raise BuildError(f"building the extension in {objects} failed: {error}") from error
-    _publish(objects / "pyserve_ops", path)
+    if path.stem == f"pyserve_{fingerprint(csrc)}":  # else somebody edited a source meanwhile: it is built again
+        _publish(objects / "pyserve_ops", path)
     print(f"building extension: done in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
 

@@ -21,7 +21,7 @@ COMPILE_FLAGS = [
     "-Wno-psabi",
     "-Wno-maybe-uninitialized",  # g++ 12 warns about its own intrinsics headers
 ]
-LINK_FLAGS = ["-pthread"]
+LINK_FLAGS = ["-pthread", "-Wl,--strip-debug"]  # Python's own flags ask for debug information: 12 MB of it
 
 
 def sources(csrc: Path) -> list[Path]:

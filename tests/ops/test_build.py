@@ -32,15 +32,15 @@ def python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_a_cached_build_is_found_fast_and_without_a_compiler() -> None:
     script = """
 import time, torch
-started = time.perf_counter()
+started = time.process_time()  # a busy machine is not a slow import
 import pyserve.ops
-print(time.perf_counter() - started, torch.ops.pyserve.isa())
+print(time.process_time() - started, torch.ops.pyserve.isa())
 """
     result = python(script, PATH="/nonexistent")
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     seconds, isa = result.stdout.split()
-    assert float(seconds) < 2.0  # well under a second on a quiet machine
+    assert float(seconds) < 1.0
     assert isa in ("generic", "avx2", "avx512")
 
 
@@ -177,3 +177,20 @@ if torch.ops.pyserve.isa() == WANTED:
 """.replace("WANTED", repr(isa))
     result = python(script, PYSERVE_CPU_ISA=isa)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_source_edited_during_a_build_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled may be half old and half new, so it must not be found under either name."""
+    names = ["before", "after", "after"]
+    monkeypatch.setattr(build, "fingerprint", lambda csrc: names.pop(0) if len(names) > 1 else names[0])
+    monkeypatch.setenv("PYSERVE_BUILD_DIR", str(tmp_path))
+    wanted: list[str] = []
+
+    def load(*, build_directory: str, **options: object) -> None:
+        wanted.append(build_directory)
+        (Path(build_directory) / "pyserve_ops").write_text(f"build {len(wanted)}")
+
+    monkeypatch.setattr("torch.utils.cpp_extension.load", load)
+    path = build.built()
+    assert (path.name, path.read_text(), len(wanted)) == ("pyserve_after.so", "build 2", 2)
+    assert [found.name for found in path.parent.glob("*.so")] == ["pyserve_after.so"]
