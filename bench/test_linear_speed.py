@@ -84,6 +84,7 @@ def test_all_weights(
     gb_s = (layer_bytes + head_bytes) / seconds / 1e9
     benchmark.extra_info.update(gb_s=gb_s, gmac_s=gmacs, limit_gb_s=limits[0], limit_gmac_s=limits[1])
     print(
-        f"\nM={num_rows:3d} {THREADS} threads {seconds * 1e3:7.2f} ms  {gb_s:5.1f} GB/s ({gb_s / limits[0]:.0%} of {limits[0]:.1f})"
+        f"\nM={num_rows:3d} {THREADS} threads {seconds * 1e3:7.2f} ms"
+        f"  {gb_s:5.1f} GB/s ({gb_s / limits[0]:.0%} of {limits[0]:.1f})"
         f"  {gmacs:6.1f} GMAC/s ({gmacs / limits[1]:.0%} of {limits[1]:.0f})"
     )

@@ -21,7 +21,7 @@ void float_product(const uint8_t* tile, int64_t cols, const float* x, int64_t x_
     const uint8_t* w = tile + row * value_bytes;
     int64_t k = 0;
     for (; k + 1 < cols; k += 2, w += 2 * column_bytes) {
-      V::prefetch(w + 2560);
+      for (int line = 0; line < 2 * column_bytes; line += 64) V::prefetch(w + 2560 + line);
       const typename V::Float w0 = load_weights<V, type>(w), w1 = load_weights<V, type>(w + column_bytes);
 #pragma GCC unroll 16
       for (int m = 0; m < M; ++m) {

@@ -4,7 +4,7 @@
 // probability; of these the ones with at least min_p of the best one's. Equal logits rank by id, the lower first. What remains is weighed with the temperature and
 // one number drawn from (seed, position) picks. Minus infinity and NaN are never picked, as long as there is another logit.
 //
-// The vocabulary is not sorted: only the best k are, where k is top_k or, with top_p alone, grows until it holds enough.
+// The vocabulary is not sorted: only the best k are, where k is top_k or, with top_p alone, just enough to hold it.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -78,34 +78,53 @@ int64_t select_best(const float* logits, int64_t vocab_size, int64_t k, Candidat
   return count;
 }
 
-// Sum of exp(logit - best) over the vocabulary.
-double total_mass(const float* logits, int64_t vocab_size, float best) {
+struct Nucleus {
+  double needed_mass;  // top_p of the vocabulary's, where the best token's is 1
+  int64_t max_tokens;  // no fewer than hold it
+};
+
+// One pass: mass and number of tokens by their distance from the best logit, in 1/16 of a nat; so that no more are sorted than nearly belong.
+Nucleus measure_nucleus(const float* logits, int64_t vocab_size, float best, float top_p) {
+  constexpr int num_bins = 256;
+  double mass_in[num_bins] = {}, total = 0;
+  int64_t tokens_in[num_bins] = {};
   float mass[kChunk];
-  double total = 0;
   for (int64_t i = 0; i < vocab_size; i += kChunk) {
     const int64_t count = std::min(kChunk, vocab_size - i);
     linear_kernels().exp_scaled(logits + i, best, 1.f, mass, count);
-    for (int64_t j = 0; j < count; ++j)
-      if (mass[j] > 0.f) total += mass[j];  // not NaN
+    for (int64_t j = 0; j < count; ++j) {
+      if (!(mass[j] > 0.f)) continue;  // NaN too
+      total += mass[j];
+      const float distance = (best - logits[i + j]) * 16.f;
+      if (distance < num_bins) mass_in[int(distance)] += mass[j], ++tokens_in[int(distance)];
+    }
   }
-  return total;
+  const double needed = top_p * total;
+  int64_t tokens = 0;
+  double sum = 0;
+  for (int bin = 0; bin < num_bins; ++bin) {
+    sum += mass_in[bin], tokens += tokens_in[bin];
+    if (sum >= needed * 1.0001) return {needed, tokens};  // a little more: the exact sum is made in another precision
+  }
+  return {needed, vocab_size};
 }
 
-struct Cut {
-  int64_t count;
-  bool is_final;  // no worse candidate could belong to it
-};
-
-// Cuts sorted candidates: the fewest that hold `needed_mass`, then the ones at or above `floor`.
-Cut cut_off(const Candidate* sorted, int64_t count, double needed_mass, float floor) {
+// How many of the sorted candidates stay: the fewest that hold `needed_mass`, of these the ones at or above `floor`.
+int64_t cut_off(const Candidate* sorted, int64_t count, double needed_mass, float floor) {
   const float best = sorted[0].logit;
   double mass = 0;
   for (int64_t i = 0; i < count; ++i) {
-    if (i > 0 && sorted[i].logit < floor) return {i, true};
+    if (i > 0 && sorted[i].logit < floor) return i;
     mass += std::exp(double(sorted[i].logit) - best);
-    if (mass >= needed_mass) return {i + 1, true};
+    if (mass >= needed_mass) return i + 1;
   }
-  return {count, false};
+  return count;
+}
+
+double mass_of(const Candidate* sorted, int64_t count) {
+  double mass = 0;
+  for (int64_t i = 0; i < count; ++i) mass += std::exp(double(sorted[i].logit) - sorted[0].logit);
+  return mass;
 }
 
 // `weight(i)` in order of `i`: the first one whose running sum passes u * total.
@@ -147,19 +166,11 @@ int32_t sample_row(const float* logits, int64_t vocab_size, const SampleRow& row
   if (!has_top_k && !has_top_p) return draw_unsorted(logits, vocab_size, best, floor, row.temperature, u, scratch);
 
   auto* sorted = (Candidate*)scratch;
-  double needed = kInfinity;
-  if (has_top_p && !has_top_k) needed = row.top_p * total_mass(logits, vocab_size, best);
-  int64_t k = has_top_k ? row.top_k : std::min<int64_t>(256, vocab_size);
-  for (;; k = std::min(8 * k, vocab_size)) {
-    const int64_t count = select_best(logits, vocab_size, k, sorted);
-    if (has_top_p && has_top_k) {
-      needed = 0;
-      for (int64_t i = 0; i < count; ++i) needed += std::exp(double(sorted[i].logit) - best);
-      needed *= row.top_p;
-    }
-    const Cut cut = cut_off(sorted, count, needed, floor);
-    if (cut.is_final || has_top_k || count < k || k == vocab_size) return draw_candidate(sorted, cut.count, row.temperature, u);
-  }
+  Nucleus nucleus{kInfinity, row.top_k};
+  if (!has_top_k) nucleus = measure_nucleus(logits, vocab_size, best, row.top_p);
+  const int64_t count = select_best(logits, vocab_size, nucleus.max_tokens, sorted);
+  if (has_top_k && has_top_p) nucleus.needed_mass = row.top_p * mass_of(sorted, count);
+  return draw_candidate(sorted, cut_off(sorted, count, nucleus.needed_mass, floor), row.temperature, u);
 }
 
 }  // namespace pyserve

@@ -69,7 +69,8 @@ def file_bytes(type_name: str, rows: int, cols: int) -> int:
 def pack(type_name: str, raw: torch.Tensor | np.ndarray, rows: int, cols: int) -> PackedWeight:
     """Packs the bytes of a matrix as a GGUF file has them (`raw` uint8, any shape), or a float tensor [rows, cols].
 
-    A float tensor's dtype must be the one that `type_name` names. Raises ValueError when the size of `raw` is not that of `rows` x `cols` values of the type.
+    A float tensor's dtype must be the one that `type_name` names. Raises ValueError when the size of `raw` is not that
+    of `rows` x `cols` values of the type.
     """
     expected = file_bytes(type_name, rows, cols)
     flat = _as_bytes(type_name, _from_numpy(raw) if isinstance(raw, np.ndarray) else raw)
