@@ -4,9 +4,10 @@ build of these sources.
 
 from __future__ import annotations
 
-from pyserve.ops import build
+from pyserve.ops import build, fakes
 
 build.load()
+fakes.register()
 
 from pyserve.ops.kv import allocate_pool, page_bytes  # noqa: E402  what follows needs the extension
 from pyserve.ops.program import AttentionShape, Program, Register, RopeTable, StepBatch  # noqa: E402
