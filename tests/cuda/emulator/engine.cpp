@@ -388,7 +388,8 @@ bool is_skipped(Site site) {
   return have >= want && std::strcmp(site.file + have - want, config.skipped_file) == 0;
 }
 
-cudaError_t check_shape(dim3 grid, dim3 block, size_t shared_bytes) {
+namespace {
+cudaError_t shape_error(dim3 grid, dim3 block, size_t shared_bytes) {
   const uint64_t num_threads = uint64_t{block.x} * block.y * block.z;
   const bool is_good = num_threads >= 1 && num_threads <= kMaxThreads && block.z <= 64 && grid.x >= 1 && grid.x <= 0x7fffffffu && grid.y >= 1 &&
                        grid.y <= 65535 && grid.z >= 1 && grid.z <= 65535 && shared_bytes <= engine.config.shared_limit;
@@ -398,11 +399,17 @@ cudaError_t check_shape(dim3 grid, dim3 block, size_t shared_bytes) {
   engine.error = host.error_text;
   return cudaErrorInvalidConfiguration;
 }
+}  // namespace
+
+cudaError_t check_shape(dim3 grid, dim3 block, size_t shared_bytes) {
+  LaunchLock lock;
+  return shape_error(grid, block, shared_bytes);
+}
 
 cudaError_t run_kernel(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body) {
   LaunchLock lock;
   engine.error = nullptr;
-  const cudaError_t shape = check_shape(grid, block, shared_bytes);
+  const cudaError_t shape = shape_error(grid, block, shared_bytes);
   if (shape != cudaSuccess) return shape;
   const uint64_t num_blocks = uint64_t{grid.x} * grid.y * grid.z;
   const unsigned num_threads = block.x * block.y * block.z;

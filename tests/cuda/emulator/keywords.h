@@ -34,8 +34,7 @@
 #ifndef __forceinline__
 #define __forceinline__ inline __attribute__((always_inline))
 #endif
-#undef __noinline__
-#define __noinline__ __attribute__((noinline))
+#undef __noinline__  // the C++ library writes __attribute__((__noinline__)); a kernel writes [[gnu::noinline]]
 #ifndef __grid_constant__
 #define __grid_constant__
 #endif

@@ -1,0 +1,334 @@
+// Streams and events.
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "quiet.h"
+#include "runtime.h"
+
+namespace emulator {
+
+struct Mark {  // a place in a stream: what a record captures
+  bool is_reached = false;
+};
+
+}  // namespace emulator
+
+struct CUevent_st {
+  std::shared_ptr<emulator::Mark> mark;  // of the latest record; null: never recorded, which counts as reached
+};
+
+namespace emulator {
+
+namespace {
+
+struct Job {
+  std::function<cudaError_t()> work;
+  std::shared_ptr<Mark> waits_for;
+  std::vector<Range> uses;
+  char posted;  // its address stands for the moment of posting
+};
+
+}  // namespace
+}  // namespace emulator
+
+struct CUstream_st {
+  std::deque<std::shared_ptr<emulator::Job>> jobs;  // the first is being worked on
+  bool is_closing = false;
+};
+
+namespace emulator {
+
+namespace {
+
+// One lock for all queues: they are short and this is a test. Never destroyed, for threads may outlive main.
+struct Queues {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<CUstream_st*> streams;
+  bool is_paused = false;
+  int64_t num_running = 0;
+};
+Queues& queues() {
+  static Queues* all = new Queues;
+  return *all;
+}
+
+bool can_run(const CUstream_st& stream) {
+  if (stream.jobs.empty() || queues().is_paused) return false;
+  const Job& job = *stream.jobs.front();
+  return job.waits_for == nullptr || job.waits_for->is_reached;
+}
+
+void run(Job& job) {
+  happens_after(&job.posted);
+  if (job.waits_for != nullptr) happens_after(job.waits_for.get());
+  if (!job.work || device_error() != cudaSuccess) return;
+  const cudaError_t error = job.work();
+  if (error != cudaSuccess) fail_device(error);
+}
+
+void serve(CUstream_st* stream) {
+  Queues& all = queues();
+  for (;;) {
+    std::shared_ptr<Job> job;
+    {
+      Quiet quiet;
+      std::unique_lock<std::mutex> lock(all.mutex);
+      all.changed.wait(lock, [&] { return can_run(*stream) || (stream->is_closing && stream->jobs.empty()); });
+      if (stream->jobs.empty()) break;
+      job = stream->jobs.front();
+    }
+    run(*job);
+    Quiet quiet;
+    {
+      std::lock_guard<std::mutex> lock(all.mutex);
+      stream->jobs.pop_front();
+    }
+    all.changed.notify_all();
+  }
+  Quiet quiet;
+  std::lock_guard<std::mutex> lock(all.mutex);
+  for (size_t i = 0; i < all.streams.size(); ++i) {
+    if (all.streams[i] == stream) all.streams.erase(all.streams.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+  delete stream;
+}
+
+void enqueue(CUstream_st* stream, const std::shared_ptr<Job>& job) {
+  happens_before(&job->posted);
+  Quiet quiet;
+  {
+    std::lock_guard<std::mutex> lock(queues().mutex);
+    stream->jobs.push_back(job);
+  }
+  queues().changed.notify_all();
+}
+
+// A mark that is reached when all that was posted to the stream so far has run.
+std::shared_ptr<Mark> mark_now(CUstream_st* stream) {
+  auto mark = std::make_shared<Mark>();
+  auto job = std::make_shared<Job>();
+  job->work = [mark] {
+    happens_before(mark.get());
+    Quiet quiet;
+    std::lock_guard<std::mutex> lock(queues().mutex);
+    mark->is_reached = true;
+    return cudaSuccess;
+  };
+  if (stream == nullptr) {
+    job->work();
+  } else {
+    enqueue(stream, job);
+  }
+  return mark;
+}
+
+// A dead device reaches every mark, so that nobody waits for ever.
+bool is_reached(const std::shared_ptr<Mark>& mark) { return mark == nullptr || mark->is_reached || device_error() != cudaSuccess; }
+
+bool query(const std::shared_ptr<Mark>& mark) {
+  {
+    Quiet quiet;
+    std::lock_guard<std::mutex> lock(queues().mutex);
+    if (!is_reached(mark)) return false;
+  }
+  if (mark != nullptr) happens_after(mark.get());
+  return true;
+}
+
+void wait_for(const std::shared_ptr<Mark>& mark) {
+  {
+    Quiet quiet;
+    std::unique_lock<std::mutex> lock(queues().mutex);
+    queues().changed.wait(lock, [&] { return is_reached(mark); });
+  }
+  if (mark != nullptr) happens_after(mark.get());
+}
+
+bool overlap(Range a, Range b) { return a.begin < b.begin + b.num_bytes && b.begin < a.begin + a.num_bytes; }
+
+}  // namespace
+
+cudaError_t post(cudaStream_t stream, std::function<cudaError_t()> work, const Range* uses, int num_uses, bool must_block) {
+  if (device_error() != cudaSuccess) return device_error();
+  if (stream == nullptr) return work();
+  auto job = std::make_shared<Job>();
+  job->work = std::move(work);
+  job->uses.assign(uses, uses + num_uses);
+  enqueue(stream, job);
+  if (must_block) wait_for(mark_now(stream));
+  return cudaSuccess;
+}
+
+bool is_in_use(Range range) {
+  Quiet quiet;
+  std::lock_guard<std::mutex> lock(queues().mutex);
+  for (const CUstream_st* stream : queues().streams) {
+    for (const auto& job : stream->jobs) {
+      for (const Range& used : job->uses) {
+        if (overlap(used, range)) return true;
+      }
+    }
+  }
+  return false;
+}
+
+void wait_for_all() {
+  std::vector<std::shared_ptr<Mark>> marks;
+  std::vector<CUstream_st*> streams;
+  {
+    Quiet quiet;
+    std::lock_guard<std::mutex> lock(queues().mutex);
+    for (CUstream_st* stream : queues().streams) {
+      if (!stream->is_closing) streams.push_back(stream);
+    }
+  }
+  for (CUstream_st* stream : streams) marks.push_back(mark_now(stream));
+  for (const auto& mark : marks) wait_for(mark);
+}
+
+cudaError_t launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, std::function<void()> body) {
+  const cudaError_t shape = check_shape(grid, block, shared_bytes);
+  if (shape != cudaSuccess) return remember(shape);
+  auto work = [=, body = std::move(body)] { return run_kernel(grid, block, shared_bytes, body); };
+  return remember(post(stream, std::move(work), nullptr, 0, false));
+}
+
+}  // namespace emulator
+
+using namespace emulator;
+
+extern "C" {
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
+  if (flags != cudaStreamNonBlocking) return remember(cudaErrorNotSupported);  // the emulator orders nothing behind the null stream
+  if (device_error() != cudaSuccess) return device_error();
+  *stream = new CUstream_st;
+  {
+    Quiet quiet;
+    std::lock_guard<std::mutex> lock(queues().mutex);
+    queues().streams.push_back(*stream);
+  }
+  std::thread(serve, *stream).detach();
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) { return cudaStreamCreateWithPriority(stream, flags, 0); }
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  if (stream == nullptr) return remember(cudaErrorInvalidResourceHandle);
+  Quiet quiet;
+  {
+    std::lock_guard<std::mutex> lock(queues().mutex);
+    stream->is_closing = true;
+  }
+  queues().changed.notify_all();
+  return device_error();
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (stream != nullptr) wait_for(mark_now(stream));
+  return remember(device_error());
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  if (stream == nullptr) return remember(device_error());
+  Quiet quiet;
+  std::lock_guard<std::mutex> lock(queues().mutex);
+  if (device_error() != cudaSuccess) return device_error();
+  return remember(stream->jobs.empty() ? cudaSuccess : cudaErrorNotReady);
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  if (device_error() != cudaSuccess) return device_error();
+  if (event->mark == nullptr) return cudaSuccess;
+  if (stream == nullptr) {
+    wait_for(event->mark);
+    return cudaSuccess;
+  }
+  auto job = std::make_shared<Job>();
+  job->waits_for = event->mark;
+  enqueue(stream, job);
+  return cudaSuccess;
+}
+
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
+  auto work = [=] {
+    function(data);
+    return cudaSuccess;
+  };
+  return remember(post(stream, work, nullptr, 0, false));
+}
+
+cudaError_t cudaDeviceSynchronize() {
+  wait_for_all();
+  return remember(device_error());
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  if (device_error() != cudaSuccess) return device_error();
+  *event = new CUevent_st;
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {  // work that was told to wait for it still does
+  if (event == nullptr) return remember(cudaErrorInvalidResourceHandle);
+  delete event;
+  return device_error();
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  if (event == nullptr) return remember(cudaErrorInvalidResourceHandle);
+  if (device_error() != cudaSuccess) return device_error();
+  event->mark = mark_now(stream);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (event == nullptr) return remember(cudaErrorInvalidResourceHandle);
+  const bool is_done = query(event->mark);
+  if (device_error() != cudaSuccess) return device_error();
+  return remember(is_done ? cudaSuccess : cudaErrorNotReady);
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  if (event == nullptr) return remember(cudaErrorInvalidResourceHandle);
+  wait_for(event->mark);
+  return remember(device_error());
+}
+
+// The driver's own: no last error.
+int emulator_cuEventQuery(cudaEvent_t event) {
+  constexpr int kInvalidHandle = 400, kNotReady = 600;
+  if (event == nullptr) return kInvalidHandle;
+  const bool is_done = query(event->mark);
+  if (device_error() != cudaSuccess) return static_cast<int>(device_error());
+  return is_done ? 0 : kNotReady;
+}
+
+void emulator_pause(int is_paused) {  // holds back work that has not started
+  Quiet quiet;
+  {
+    std::lock_guard<std::mutex> lock(queues().mutex);
+    queues().is_paused = is_paused != 0;
+  }
+  queues().changed.notify_all();
+}
+
+int64_t emulator_num_outstanding() {  // work that has not run
+  Quiet quiet;
+  std::lock_guard<std::mutex> lock(queues().mutex);
+  int64_t total = 0;
+  for (const CUstream_st* stream : queues().streams) total += static_cast<int64_t>(stream->jobs.size());
+  return total;
+}
+
+int64_t emulator_num_streams() {  // whose work is not over, or that nobody has destroyed
+  Quiet quiet;
+  std::lock_guard<std::mutex> lock(queues().mutex);
+  return static_cast<int64_t>(queues().streams.size());
+}
+}
