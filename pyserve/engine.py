@@ -189,8 +189,8 @@ class Engine:
 
     async def _rest(self, plan: Plan) -> None:
         """Nothing to run: wait for a copy, for work, or, if there is work that nothing moves, say so."""
-        if plan.failures or self._arrivals or self._cancels:
-            return
+        if plan.parks or plan.restores or plan.admissions or plan.failures or self._arrivals or self._cancels:
+            return  # something moved: plan again
         if self._parking.is_busy:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._waiter, self._parking.wait_any, _COPY_WAIT_S)
@@ -263,11 +263,11 @@ class Engine:
                 self._start_park(park)
             for restore in plan.restores:
                 self._start_restore(restore)
-            if self.info.is_async or not self._parking.is_busy:
+            if plan.refused_rotation is not None:
+                log.info("sequence %d waits on: no tier can hold a second one", plan.refused_rotation.id)
+            if self.info.is_async or not (plan.parks or plan.restores):
                 return plan
             await self._land_everything()
-            if not plan.parks:
-                return plan
 
     async def _land_everything(self) -> None:
         loop = asyncio.get_running_loop()
