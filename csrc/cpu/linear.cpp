@@ -1,8 +1,8 @@
 // Products of a step's rows with packed weights.
 //
-// The work is a grid of row blocks by weight tiles; a share is a contiguous part of it, row block by row block, so a matrix is read once per row block and one row's
-// product is cut by outputs alone. Inside an item the tile, in the nearest cache after its first use, serves the row block a few rows at a time. Activations of
-// quantised products are first copied to the order in which the kernel reads them.
+// The work is a grid of row blocks by weight tiles; a share is a contiguous part of it, row block by row block, so a matrix is read once per row block and
+// one row's product is cut by outputs alone. Inside an item the tile, in the nearest cache after its first use, serves the row block a few rows at a time.
+// Activations of quantised products are first copied to the order in which the kernel reads them.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -148,7 +148,8 @@ void float_linear(const PackedWeight& weight, const Activations& x, const Output
 
 }  // namespace
 
-void linear(const PackedWeight& weight, const Activations& x, const float* bias, float* out, int64_t out_stride, int64_t num_rows, bool accumulate, Share share) {
+void linear(const PackedWeight& weight, const Activations& x, const float* bias, float* out, int64_t out_stride, int64_t num_rows, bool accumulate,
+            Share share) {
   const Output to{bias, out, out_stride, weight.rows, accumulate};
   if (format_of(weight.type).is_float()) {
     float_linear(weight, x, to, num_rows, share);

@@ -1,4 +1,5 @@
-// One tile of 16 rows of float weights times M rows of float activations: even and odd columns apart (two chains hide the latency), each in order, then their sum.
+// One tile of 16 rows of float weights times M rows of float activations: even and odd columns apart (two chains hide the latency), each in order, then
+// their sum.
 #pragma once
 #include "linear_kernels.h"
 #include "linear_quantised.h"

@@ -8,7 +8,7 @@
 
 namespace pyserve {
 
-constexpr int kMaxTileM = 16;  // rows of activations that one pass over a weight tile can serve
+constexpr int kMaxTileM = 8;  // rows of activations that one pass over a weight tile can serve
 
 // Activations of M rows, block by block, as the quantised product reads them:
 //   int8 q8[M][32], f32 scale[M], then f32 scale * sum [M] (types with a minimum) or i32 -offset * sum [2][M] (first and second half of the block; the

@@ -2,9 +2,11 @@
 //
 //   y[m][n] = sum over blocks b of  scale[n][b] * a_scale[m][b] * dot(q[n][b], a[m][b])  +  min[n][b] * a_scale[m][b] * a_sum[m][b]
 //
-// The lanes of an accumulator are the rows of the tile, so there is no horizontal sum. The dot products are integers, hence exact in any order; the floats are
-// added block by block with one fused multiply-add each, the same for every M: a row's bits do not depend on the rows beside it. Types without a minimum start the
-// integer sum at -offset * a_sum, which takes the weights' offset off for nothing.
+// The lanes of an accumulator are the rows of the tile, so there is no horizontal sum. The dot products are integers, hence exact in any order; the floats
+// are added block by block with one fused multiply-add each, the same for every M: a row's bits do not depend on the rows beside it. Types without a
+// minimum start the integer sum at -offset * a_sum, which takes the weights' offset off for nothing.
+//
+// What bounds it on Zen 4: 8 dot products a row and block beside one multiplication and two additions that share their pipes, so 8 / 11 of the int8 peak.
 #pragma once
 #include "linear_kernels.h"
 

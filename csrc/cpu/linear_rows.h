@@ -1,6 +1,7 @@
 // Kernels over one row of activations: quantisation, norm, gated activation, exponential.
 //
-// Sums run over 16 columns side by side, whatever the width of a register, and are added up in one order; a width that is no multiple of 16 ends in a padded copy.
+// Sums run over 16 columns side by side, whatever the width of a register, and are added up in one order; a width that is no multiple of 16 ends in a
+// padded copy.
 #pragma once
 #include <cmath>
 #include <cstring>

@@ -1,8 +1,8 @@
 // Picks one token from a row of logits.
 //
-// Truncation comes first and temperature last, in the order of llama.cpp's default chain: the top_k most probable; of these the fewest that hold top_p of their
-// probability; of these the ones with at least min_p of the best one's. Equal logits rank by id, the lower first. What remains is weighed with the temperature and
-// one number drawn from (seed, position) picks. Minus infinity and NaN are never picked, as long as there is another logit.
+// Truncation comes first and temperature last, in the order of llama.cpp's default chain: the top_k most probable; of these the fewest that hold top_p of
+// their probability; of these the ones with at least min_p of the best one's. Equal logits rank by id, the lower first. What remains is weighed with the
+// temperature and one number drawn from (seed, position) picks. Minus infinity and NaN are never picked, as long as there is another logit.
 //
 // The vocabulary is not sorted: only the best k are, where k is top_k or, with top_p alone, just enough to hold it.
 #include <algorithm>
