@@ -36,7 +36,7 @@ struct Format {
   int offset;     // added to make the values unsigned
   int group;      // blocks
   Scales scales;
-  int raw_bytes;  // of a group in the file; K types have one group per 256 columns, the others one block each
+  int raw_bytes;  // of a block in the file: 256 columns of a K type, 32 of another, 1 of a float
 
   constexpr bool is_float() const { return scales == Scales::none; }
   constexpr bool has_min() const { return scales == Scales::half_min || scales == Scales::k_min; }
