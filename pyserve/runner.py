@@ -16,6 +16,7 @@ from pyserve.kv_store import KvStore
 from pyserve.ops import Program, StepBatch
 from pyserve.plan import Row
 from pyserve.sampler import Sampled, SampleRequest, sample, token_logprobs
+from pyserve.sequence import Sequence
 from pyserve.types import TokenLogprobs
 
 
@@ -41,21 +42,30 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprobs]]
 
 
-class _PageTable:
-    """The page table of every slot, int32 [slots, width], kept from step to step: only new pages are written."""
+class _Slots:
+    """What stays the same from step to step: every slot's row of the page table and its sampling request."""
 
     def __init__(self, num_slots: int, width: int) -> None:
         self.table = np.zeros((num_slots, width), dtype=np.int32)
-        self.tensor = torch.from_numpy(self.table)  # the same memory
-        self._written: list[tuple[int, int, int]] = [(-1, 0, 0)] * num_slots  # sequence id, its parks, pages written
+        self.tensor = torch.from_numpy(self.table)  # int32 [slots, width], the same memory
+        self.requests: list[SampleRequest | None] = [None] * num_slots
+        self._tokens: list[list[int] | None] = [None] * num_slots  # whose request that is
+        self._pages: list[list[int] | None] = [None] * num_slots
+        self._num_written = [0] * num_slots
 
-    def update(self, slot: int, sequence_id: int, num_parks: int, pages: list[int]) -> None:
-        known_id, known_parks, num_written = self._written[slot]
-        if (known_id, known_parks) != (sequence_id, num_parks):
-            num_written = 0
-        if num_written < len(pages):
+    def update(self, slot: int, sequence: Sequence) -> None:
+        """Bring one slot up to date. A park or another sequence brings another list; a list only grows."""
+        pages = sequence.pages
+        if self._pages[slot] is not pages:
+            self._pages[slot] = pages
+            self._num_written[slot] = 0
+        num_written = self._num_written[slot]
+        if num_written != len(pages):
             self.table[slot, num_written : len(pages)] = pages[num_written:]
-        self._written[slot] = (sequence_id, num_parks, len(pages))
+            self._num_written[slot] = len(pages)
+        if self._tokens[slot] is not sequence.tokens:
+            self._tokens[slot] = sequence.tokens
+            self.requests[slot] = SampleRequest(sequence.request.sampling, sequence.tokens, sequence.prompt_len)
 
 
 class Runner:
@@ -64,7 +74,7 @@ class Runner:
     def __init__(self, program: Program, kv: KvStore, *, num_slots: int, pages_per_sequence: int) -> None:
         self._program = program
         self._kv = kv
-        self._page_table = _PageTable(num_slots, pages_per_sequence)
+        self._slots = _Slots(num_slots, pages_per_sequence)
 
     def prepare(self, rows: Items[Row]) -> Step:
         """The tensors of one step. Every row's pages are allocated by now."""
@@ -72,30 +82,36 @@ class Runner:
         positions: list[int] = []
         slots: list[int] = []
         sample_rows: list[int] = []
-        requests: list[SampleRequest] = []
         sample_at: list[int] = []
+        requests: list[SampleRequest] = []
         scored: list[tuple[Row, int]] = []
         for row in rows:
-            sequence, end = row.sequence, row.start + row.length
-            assert sequence.slot is not None
-            self._page_table.update(sequence.slot, sequence.id, sequence.num_parks, sequence.pages)
+            sequence, start, length, samples = row
+            slot = sequence.slot
+            assert slot is not None
+            self._slots.update(slot, sequence)
             first = len(tokens)
-            tokens.extend(sequence.tokens[row.start : end])
-            positions.extend(range(row.start, end))
-            slots.extend([sequence.slot] * row.length)
-            if sequence.request.prompt_logprobs is not None and row.start < sequence.prompt_len - 1:
+            if length == 1:
+                tokens.append(sequence.tokens[start])
+                positions.append(start)
+                slots.append(slot)
+            else:
+                tokens += sequence.tokens[start : start + length]
+                positions += range(start, start + length)
+                slots += [slot] * length
+            if sequence.request.prompt_logprobs is not None and start < sequence.prompt_len - 1:
                 scored.append((row, len(sample_rows)))
-                sample_rows.extend(range(first, len(tokens)))
-            elif row.samples:
+                sample_rows += range(first, len(tokens))
+            elif samples:
                 sample_rows.append(len(tokens) - 1)
-            if row.samples:
+            if samples:
                 sample_at.append(len(sample_rows) - 1)
-                requests.append(SampleRequest(sequence.request.sampling, sequence.tokens, sequence.prompt_len))
+                requests.append(self._slots.requests[slot])  # type: ignore[arg-type]  # just brought up to date
         batch = StepBatch(
             tokens=_int32(tokens),
             positions=_int32(positions),
             sequences=_int32(slots),
-            page_table=self._page_table.tensor,
+            page_table=self._slots.tensor,
             sample_rows=_int32(sample_rows),
         )
         return Step(tuple(rows), batch, requests, sample_at, scored)
