@@ -324,9 +324,16 @@ using EventPtr = c10::intrusive_ptr<EventHolder>;
 using FencePtr = c10::intrusive_ptr<FenceHolder>;
 using StreamPtr = c10::intrusive_ptr<StreamHolder>;
 
-EventPtr post_copy(const StreamPtr& self, const Tensor& pool, const Tensor& host, const Tensor& combs, bool to_host, const std::optional<FencePtr>& fence) {
+EventPtr post_copy(const StreamPtr& self, const Tensor& pool, const Tensor& host, const Tensor& combs, bool to_host, const std::optional<FencePtr>& fence,
+                   const MaybeTensor& hashes) {
   PageCopy copy = page_copy_of(pool, host, combs, to_host);
-  auto kept = std::make_shared<std::pair<Tensor, Tensor>>(pool, host);
+  if (hashes.has_value()) {
+    check_tensor(*hashes, "hashes", at::kLong, 1);
+    check(hashes->size(0) >= copy.host_bytes / copy.page_bytes, "hashes must have one value for each of the ", copy.host_bytes / copy.page_bytes,
+          " pages of host, not ", hashes->size(0));
+    copy.hashes = hashes->data_ptr<int64_t>();
+  }
+  auto kept = std::make_shared<std::tuple<Tensor, Tensor, MaybeTensor>>(pool, host, hashes);
   return c10::make_intrusive<EventHolder>(self->stream.post(std::move(copy), fence ? (*fence)->fence.event() : nullptr, std::move(kept)));
 }
 
@@ -363,7 +370,9 @@ TORCH_LIBRARY(pyserve, m) {
 
   m.class_<EventHolder>("CopyEvent")
       .def("query", [](const EventPtr& self) { return self->event->query(); })
-      .def("wait", [](const EventPtr& self, std::optional<double> timeout_s) { return self->event->wait(timeout_s); });
+      .def("wait", [](const EventPtr& self, std::optional<double> timeout_s) { return self->event->wait(timeout_s); })
+      .def("is_mismatch", [](const EventPtr& self) { return self->event->is_mismatch(); })
+      .def("copy_s", [](const EventPtr& self) { return self->event->copy_s(); });
   m.class_<FenceHolder>("Fence").def(torch::init<>()).def("signal", [](const FencePtr& self) { self->fence.signal(); });
   m.class_<StreamHolder>("CopyStream")
       .def(torch::init<double, std::optional<int64_t>>())

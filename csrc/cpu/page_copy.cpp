@@ -2,10 +2,47 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string>
 
 #include "../check.h"
+#include "page_hash.h"
 
 namespace pyserve {
+namespace {
+
+// Small enough to be in the first-level cache still when it is hashed, so that memory is read once.
+constexpr int64_t kPiece = 4096;
+
+uint64_t copy_and_hash(uint8_t* to, const uint8_t* from, int64_t num_bytes) {
+  PageHash hash;
+  for (int64_t done = 0; done < num_bytes; done += kPiece) {
+    const size_t piece = static_cast<size_t>(std::min(kPiece, num_bytes - done));
+    std::memcpy(to + done, from + done, piece);
+    hash.update(from + done, piece);
+  }
+  return hash.result();
+}
+
+// Adjacent pages, `first` the first one's place in the host buffer. Pages without a hash in between are copied together.
+void copy_hashed(const PageCopy& copy, uint8_t* to, const uint8_t* from, int64_t first, int64_t count) {
+  for (int64_t i = 0; i < count;) {
+    int64_t* hash = copy.hashes + first + i;
+    const int64_t offset = i * copy.page_bytes;
+    if (*hash) {
+      const auto found = static_cast<int64_t>(copy_and_hash(to + offset, from + offset, copy.page_bytes));
+      if (!copy.to_host && found != *hash) throw PageMismatch("page " + std::to_string(first + i) + " of the parked state is not what was parked");
+      *hash = found;
+      ++i;
+      continue;
+    }
+    int64_t plain = 1;
+    while (i + plain < count && !hash[plain]) ++plain;
+    std::memcpy(to + offset, from + offset, static_cast<size_t>(plain * copy.page_bytes));
+    i += plain;
+  }
+}
+
+}  // namespace
 
 int64_t num_pages(const PageCopy& copy) {
   int64_t total = 0;
@@ -34,7 +71,13 @@ void page_copy(const PageCopy& copy) {
     for (int64_t run = 0; run < comb.count; ++run) {
       uint8_t* in_pool = copy.pool + (comb.start_page + run * comb.stride_pages) * copy.page_bytes;
       uint8_t* in_host = copy.host + (comb.list_offset + run * comb.run_pages) * copy.page_bytes;
-      std::memcpy(copy.to_host ? in_host : in_pool, copy.to_host ? in_pool : in_host, static_cast<size_t>(run_bytes));
+      uint8_t* to = copy.to_host ? in_host : in_pool;
+      const uint8_t* from = copy.to_host ? in_pool : in_host;
+      if (copy.hashes) {
+        copy_hashed(copy, to, from, comb.list_offset + run * comb.run_pages, comb.run_pages);
+      } else {
+        std::memcpy(to, from, static_cast<size_t>(run_bytes));
+      }
     }
   }
 }

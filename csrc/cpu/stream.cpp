@@ -31,12 +31,24 @@ bool Event::wait(std::optional<double> timeout_s) const {
   return result();
 }
 
-void Event::finish(std::optional<std::string> error) {
+bool Event::is_mismatch() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return is_mismatch_;
+}
+
+double Event::copy_s() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return copy_s_;
+}
+
+void Event::finish(std::optional<std::string> error, bool is_mismatch, double copy_s) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (is_done_) return;
     is_done_ = true;
     error_ = std::move(error);
+    is_mismatch_ = is_mismatch;
+    copy_s_ = copy_s;
   }
   changed_.notify_all();
 }
@@ -98,28 +110,37 @@ void CopyStream::work() {
       job = std::move(jobs_.front());
       jobs_.pop_front();
     }
-    std::optional<std::string> error = carry_out(job);
+    std::optional<std::string> error;
+    bool is_mismatch = false;
+    double copy_s = 0;
+    try {
+      copy_s = carry_out(job);
+    } catch (const PageMismatch& mismatch) {
+      error = mismatch.what();
+      is_mismatch = true;
+    } catch (const std::exception& failure) {
+      error = failure.what();
+    }
     job.keep_alive.reset();
     {
       std::lock_guard<std::mutex> lock(mutex_);
       --num_outstanding_;
     }
-    job.event->finish(std::move(error));
+    job.event->finish(std::move(error), is_mismatch, copy_s);
   }
 }
 
-// What went wrong, if anything did.
-std::optional<std::string> CopyStream::carry_out(const Job& job) {
-  try {
-    if (job.fence) job.fence->wait();
-    if (delay_ms_ > 0) std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(delay_ms_));
-    if (fail_after_ && num_good_ >= *fail_after_) return "copy failed: the stream was told to fail after " + std::to_string(*fail_after_) + " copies";
-    page_copy(job.copy);
-    ++num_good_;
-    return {};
-  } catch (const std::exception& error) {
-    return std::string(error.what());
+// Returns how long the copy itself took. Throws what went wrong.
+double CopyStream::carry_out(const Job& job) {
+  if (job.fence) job.fence->wait();
+  if (delay_ms_ > 0) std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(delay_ms_));
+  if (fail_after_ && num_good_ >= *fail_after_) {
+    throw std::runtime_error("copy failed: the stream was told to fail after " + std::to_string(*fail_after_) + " copies");
   }
+  const auto started = std::chrono::steady_clock::now();
+  page_copy(job.copy);
+  ++num_good_;
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
 }
 
 }  // namespace pyserve

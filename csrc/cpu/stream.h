@@ -21,7 +21,9 @@ class Event {
  public:
   bool query() const;                                         // never waits; throws std::runtime_error when what it stands for failed
   bool wait(std::optional<double> timeout_s = {}) const;      // false: the time is over. Throws as query does
-  void finish(std::optional<std::string> error = {});         // once; a later call changes nothing
+  void finish(std::optional<std::string> error = {}, bool is_mismatch = false, double copy_s = 0);  // once; a later call changes nothing
+  bool is_mismatch() const;                                   // it failed because a page was not what its hash says
+  double copy_s() const;                                      // how long it took, without the time in the queue; 0 until it is done
 
  private:
   bool result() const;  // with mutex_ held
@@ -30,6 +32,8 @@ class Event {
   mutable std::condition_variable changed_;
   bool is_done_ = false;
   std::optional<std::string> error_;
+  bool is_mismatch_ = false;
+  double copy_s_ = 0;
 };
 
 // Signalled by whoever runs the step. One that goes away without a signal fails what waits for it, so that nothing waits for ever.
@@ -69,7 +73,7 @@ class CopyStream {
     std::shared_ptr<Event> event;
   };
   void work();
-  std::optional<std::string> carry_out(const Job& job);
+  double carry_out(const Job& job);
 
   const double delay_ms_;
   const std::optional<int64_t> fail_after_;

@@ -11,15 +11,17 @@ fakes.register()
 
 from pyserve.ops.kv import allocate_pool, page_bytes  # noqa: E402  what follows needs the extension
 from pyserve.ops.program import AttentionShape, Program, Register, RopeTable, StepBatch  # noqa: E402
-from pyserve.ops.stream import CopyEvent, CopyStream, Fence, copy_pages  # noqa: E402
+from pyserve.ops.stream import CopyEvent, CopyFailed, CopyStream, Fence, PageMismatch, copy_pages  # noqa: E402
 from pyserve.ops.weights import PackedWeight, pack  # noqa: E402
 
 __all__ = [
     "AttentionShape",
     "CopyEvent",
+    "CopyFailed",
     "CopyStream",
     "Fence",
     "PackedWeight",
+    "PageMismatch",
     "Program",
     "Register",
     "RopeTable",

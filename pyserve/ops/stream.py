@@ -16,6 +16,14 @@ import torch
 PageList = torch.Tensor | Sequence[int]
 
 
+class CopyFailed(RuntimeError):
+    """The copy has ended, and not well: nothing of it is under way any more."""
+
+
+class PageMismatch(CopyFailed):
+    """A page in host memory is not what its hash says."""
+
+
 class CopyEvent:
     """Stands for one posted copy."""
 
@@ -23,14 +31,29 @@ class CopyEvent:
         self._handle = handle
 
     def query(self) -> bool:
-        """Whether the copy is done. Never waits. Raises RuntimeError when the copy failed."""
-        return bool(self._handle.query())
+        """Whether the copy is done. Never waits. Raises CopyFailed when the copy failed."""
+        try:
+            return bool(self._handle.query())
+        except RuntimeError as error:
+            raise self._failure(error) from None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits, without the GIL, until the copy is done or the time is over; whether it is done. Raises RuntimeError
+        """Waits, without the GIL, until the copy is done or the time is over; whether it is done. Raises CopyFailed
         when the copy failed.
         """
-        return bool(self._handle.wait(timeout_s))
+        try:
+            return bool(self._handle.wait(timeout_s))
+        except RuntimeError as error:
+            raise self._failure(error) from None
+
+    @property
+    def copy_s(self) -> float:
+        """Seconds that the copy itself took, the time in the queue left out; 0 until it is done."""
+        return float(self._handle.copy_s())
+
+    def _failure(self, error: RuntimeError) -> CopyFailed:
+        message = str(error).split("\n", 1)[0]  # torch adds a trace of its own calls
+        return PageMismatch(message) if self._handle.is_mismatch() else CopyFailed(message)
 
 
 class Fence:
@@ -60,18 +83,26 @@ class CopyStream:
         )  # at the latest when the interpreter ends, so that no copy outlives it
 
     def copy_pages(
-        self, pool: torch.Tensor, host: torch.Tensor, pages: PageList, to_host: bool, *, after: Fence | None = None
+        self,
+        pool: torch.Tensor,
+        host: torch.Tensor,
+        pages: PageList,
+        to_host: bool,
+        *,
+        after: Fence | None = None,
+        hashes: torch.Tensor | None = None,
     ) -> CopyEvent:
         """Posts one copy and returns at once.
 
         `pool` [pages, ...] and `host` uint8 [n * page_bytes], both contiguous. `pages`: page ids, int32 [n], page i
         at place i of `host`; or combs, int32 [m, 5] with start_page, run_pages, stride_pages, count, list_offset.
-        `after`: do not start before this fence is signalled. Raises ValueError, with nothing posted, when nothing
+        `after`: do not start before this fence is signalled. `hashes` int64 [n]: out of the pool, the entries of
+        copied pages that are not 0 become these pages' hashes; into the pool, they are what the pages must hash to,
+        else the copy fails with PageMismatch. Raises ValueError, with nothing posted, when nothing
         would be copied or something reaches past the pool or `host`, and after `close`.
         """
-        return CopyEvent(
-            self._handle.copy_pages(pool, host, combs_of(pages), to_host, None if after is None else after._handle)
-        )
+        fence = None if after is None else after._handle
+        return CopyEvent(self._handle.copy_pages(pool, host, combs_of(pages), to_host, fence, hashes))
 
     def num_outstanding(self) -> int:
         """Copies posted and not done."""
