@@ -6,8 +6,8 @@ constexpr int row_block = 6, col_block = 4;  // 24 of 32 registers hold sums
 constexpr int row_block = 3, col_block = 2;  // 12 of 16
 #endif
 
-// c[row, col] += sum over k in [first, last) of a[row, k] * b[k][col], for `rows` rows and `16 * cols` columns. Each sum is one chain in ascending k, so how the
-// work is cut into blocks changes no bit.
+// c[row, col] += sum over k in [first, last) of a[row, k] * b[k][col], for `rows` rows and `16 * cols` columns. Each sum is one chain in ascending k, so
+// how the work is cut into blocks changes no bit.
 template <int rows, int cols>
 void multiply_block(const float* a, int64_t a_stride, const float* const* b, int64_t col, float* c, int64_t c_stride, int64_t first, int64_t last) {
   Vec sum[rows][cols];

@@ -26,10 +26,17 @@ void relax() {
 
 Team::Team(int num_threads) : num_threads_(num_threads) {
   check(num_threads >= 1 && num_threads <= 1024, "num_threads must be in 1..1024, not ", num_threads);
-  for (int index = 1; index < num_threads; ++index) threads_.emplace_back([this, index] { work(index); });
+  try {
+    for (int index = 1; index < num_threads; ++index) threads_.emplace_back([this, index] { work(index); });
+  } catch (...) {  // the system has no more threads: those that started must end
+    close();
+    throw;
+  }
 }
 
-Team::~Team() {
+Team::~Team() { close(); }
+
+void Team::close() {
   is_closing_ = true;
   run_id_.fetch_add(1);
   wake_sleepers();

@@ -32,6 +32,7 @@ class Team {
  private:
   struct Stopped {};  // thrown out of a barrier when another member failed
 
+  void close();
   void work(int index);
   void take_part(int index);
   template <class Ready>

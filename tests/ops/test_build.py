@@ -36,6 +36,7 @@ started = time.process_time()  # a busy machine is not a slow import
 import pyserve.ops
 print(time.process_time() - started, torch.ops.pyserve.isa())
 """
+    build.built()
     result = python(script, PATH="/nonexistent")
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
