@@ -186,6 +186,14 @@ cudaError_t cudaHostGetDevicePointer(void** device_pointer, void* begin, unsigne
   return cudaSuccess;
 }
 
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
+  Place place;
+  find(pointer, 1, &place);
+  *attributes = cudaPointerAttributes{};
+  attributes->type = place == Place::device ? cudaMemoryTypeDevice : place == Place::pinned ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
+  return cudaSuccess;
+}
+
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t num_bytes, cudaMemcpyKind kind, cudaStream_t stream) {
   if (num_bytes == 0) return remember(device_error());
   char* target = static_cast<char*>(to);
