@@ -15,18 +15,18 @@ can find no page, because the planner is off, wrong, or not allowed to park: tha
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as List
 from dataclasses import replace
 
-from pyserve import planner
+from pyserve import integrity, planner
 from pyserve.errors import Unavailable
 from pyserve.plan import Admission, Failure, Limits, Park, Plan, Restore, Row
-from pyserve.planner import View
 from pyserve.pool import Pool
 from pyserve.prefix import Node, PrefixCache
 from pyserve.sequence import Sequence, State, Tier
+from pyserve.view import View, restore_order
 
 __all__ = ["Ledger", "Limits"]
 
@@ -106,7 +106,7 @@ class Ledger:
 
     def parked(self) -> list[Sequence]:
         """In the order in which they come back."""
-        return sorted(self._view.parked.values(), key=planner.restore_order)
+        return sorted(self._view.parked.values(), key=restore_order)
 
     def sequence_in_slot(self, slot: int) -> Sequence | None:
         return self._slots[slot]
@@ -348,12 +348,9 @@ class Ledger:
 
     def _set_debt(self, sequence: Sequence) -> None:
         view = self._view
-        debt = self._debt_of(sequence)
+        debt = view.debt_of(sequence)
         view.debt += debt - sequence.debt
         sequence.debt = debt
-
-    def _debt_of(self, sequence: Sequence) -> int:
-        return max(0, self._view.wanted_pages(sequence, self._view.pressure_runway) - len(sequence.pages))
 
     def _free_slot(self, sequence: Sequence) -> None:
         assert sequence.slot is not None and self._slots[sequence.slot] is sequence
@@ -443,39 +440,4 @@ class Ledger:
 
     def check_integrity(self) -> None:
         """Raises AssertionError naming what is wrong. Made for every step of a test, not for production."""
-        view = self._view
-        view.pool.check_integrity()
-        view.cache.check_integrity()
-        places = [view.running, view.preempting, view.parked, view.restoring, {s.id: s for s in view.waiting}]
-        placed = Counter(id for place in places for id in place)
-        assert placed == Counter(view.live.keys()), "a sequence is lost or in two places"
-        holders: Counter[int] = Counter()
-        readers: Counter[int] = Counter()
-        for sequence in [*view.live.values(), *view.departing.values()]:
-            assert len(set(sequence.pages)) == len(sequence.pages), f"{sequence} has a page twice"
-            is_leaving = sequence.id in view.preempting or sequence.id in view.departing.keys() - self._filling.keys()
-            (readers if is_leaving else holders).update(sequence.pages)
-            self._check_sequence(sequence)
-        for page in range(self.limits.num_pages):
-            assert view.pool.holders[page] == holders[page], f"page {page}: wrong number of holders"
-            assert view.pool.readers[page] == readers[page], f"page {page}: wrong number of readers"
-            assert holders[page] < 2 or view.pool.is_cached[page], f"page {page} has two owners"
-        total = self.free_pages + self.held_pages + self.cached_pages + self.transfer_pages
-        assert total == self.limits.num_pages, f"free + held + cached + in transfer = {total}"
-        assert all(each.debt == self._debt_of(each) for each in view.running.values()), "a debt is out of date"
-        assert view.debt == sum(each.debt for each in view.running.values()), "the debts do not add up"
-        num_occupied = sum(each is not None for each in self._slots)
-        assert num_occupied + len(view.free_slots) == self.limits.num_slots, "a slot is lost"
-
-    def _check_sequence(self, sequence: Sequence) -> None:
-        state = sequence.state
-        if state in (State.WAITING, State.PREEMPTED):
-            assert not sequence.pages and not sequence.debt, f"{sequence} has pages"
-        else:
-            assert len(sequence.pages) >= self._num_pages(sequence.num_computed), f"{sequence} lacks pages"
-        if state is State.PREEMPTING:
-            assert len(sequence.pages) == self._num_pages(sequence.num_computed), f"{sequence} copies unwritten pages"
-        if state is State.WAITING:
-            assert sequence.slot is None, f"{sequence} has a slot"
-        else:
-            assert sequence.slot is not None and self._slots[sequence.slot] is sequence, f"{sequence} lost its slot"
+        integrity.check(self._view, self._slots, self._filling)
