@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xdist_group("pressure")
 
 POOL = ("--ctx-size", "1024", "--parallel", "4")
 ANSWER_LEN = 600
-SHORT_ANSWER_LEN = 250  # four of these with their prompts still fill the pool almost twice
+SHORT_ANSWER_LEN = 160  # four of these with their prompts still fill the pool half as much again
 VARIANTS = (
     ("--page-size", "1"),
     ("--page-size", "64"),
