@@ -1,0 +1,63 @@
+// Every CUDA launcher's signature, once; the types are those of csrc/ops.h with device pointers in them. No torch, no CUDA header: the binding includes this.
+//
+// A launcher checks what it cannot do (kInvalid), queues its kernels on the stream and returns 0 or the CUDA error of the launch. It neither waits nor allocates.
+// Strides are in elements. Rows of activations are f32; q and the output of attention may be f16 or bf16 too.
+#pragma once
+#include <cstdint>
+
+#include "../ops.h"
+
+namespace pyserve::cuda {
+
+constexpr int kInvalid = 1;  // cudaErrorInvalidValue: a shape, type or alignment that the kernel does not have
+
+struct Matrix {  // rows of a tensor; 16-byte aligned, stride a multiple of 16 bytes
+  void* data;
+  int64_t type;  // DType
+  int64_t stride;
+};
+
+struct Device {
+  int32_t num_sms;
+  int32_t shared_bytes;  // cudaDevAttrMaxSharedMemoryPerBlockOptin
+};
+
+extern "C" {
+
+// --- attention_decode.cu: each row of `rows` on its own; q starts at column 0 of `q`. Heads of 64, 80, 96, 128, 256; KV in f16 or bf16.
+int64_t pyserve_cuda_attention_decode_scratch_bytes(int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t context_len,
+                                                    int64_t window, const Device* device);
+int pyserve_cuda_attention_decode(const Matrix* q, const AttentionSpec* spec, const Pool* pool, const StepRows* rows, const Matrix* out, void* scratch,
+                                  int64_t scratch_bytes, const Device* device, void* stream);
+
+// --- attention_prefill.cu: chunks of adjacent rows; `chunks` on the host (3 int32 each: first row, number of rows, last position), `tiles` on the device.
+int pyserve_cuda_attention_prefill_queries(int64_t head_dim, const Device* device);  // query rows a tile, 0: not possible
+int64_t pyserve_cuda_attention_prefill_tiles(const int32_t* chunks, int64_t num_chunks, int64_t heads_per_kv_head, int64_t tile_queries,
+                                             int32_t* tiles, int64_t max_tiles);  // on the host; returns how many there are, writes at most max_tiles
+int64_t pyserve_cuda_attention_prefill_scratch_bytes(int64_t num_tiles, int64_t num_kv_heads, int64_t head_dim, const Device* device);
+int pyserve_cuda_attention_prefill(const Matrix* q, const AttentionSpec* spec, const Pool* pool, const StepRows* rows, const Matrix* out,
+                                   const int32_t* tiles, int64_t num_tiles, void* scratch, int64_t scratch_bytes, const Device* device, void* stream);
+
+// --- kv_write.cu: as csrc/cpu/rope.cpp
+int pyserve_cuda_rope_kv_write(float* qkv, int64_t num_heads, const RopeTable* rope, const HeadNorm* norm, const Pool* pool, int64_t layer,
+                               const StepRows* rows, void* stream);
+
+// --- norm.cu; with a residual [num_rows, width], x + residual takes the residual's place and is what gets normed
+int pyserve_cuda_rms_norm(const float* x, float* residual, const float* weight, float eps, const Activations* out, int64_t num_rows, void* stream);
+
+// --- activation.cu
+int pyserve_cuda_gated_activation(int64_t kind, const float* gate_up, const Activations* out, int64_t num_rows, void* stream);
+
+// --- linear.cu: q8_0, q4_0, q4_1
+int64_t pyserve_cuda_packed_bytes(int64_t weight_type, int64_t rows, int64_t cols);                                        // -1: no such type or shape
+int pyserve_cuda_pack(int64_t weight_type, const uint8_t* raw, int64_t rows, int64_t cols, uint8_t* packed);               // on the host
+int pyserve_cuda_quantise(const Activations* x, int64_t num_rows, void* stream);
+int pyserve_cuda_linear(const PackedWeight* weight, const Activations* x, const float* bias, float* out, int64_t out_stride, int64_t num_rows,
+                        int64_t accumulate, void* stream);
+
+// --- sample.cu: the most probable token of each row, ties to the lower id, NaN never; int32 [num_rows]
+int pyserve_cuda_argmax(const float* logits, int64_t stride, int64_t vocab_size, int64_t num_rows, int32_t* tokens, void* stream);
+
+}  // extern "C"
+
+}  // namespace pyserve::cuda
