@@ -21,7 +21,7 @@ LAYERS = (
     ("planner", "integrity"),
     ("ledger",),
     ("ops",),
-    ("models", "sampler", "kv_store", "park"),
+    ("models", "sampler", "kv_store", "host_arena", "disk_tier", "park"),
     ("runner",),
     ("generation",),
     ("task",),
@@ -33,7 +33,7 @@ LAYERS = (
     ("__main__",),
 )
 FENCES = {
-    "torch": {"ops", "models", "sampler", "kv_store", "park", "runner"},
+    "torch": {"ops", "models", "sampler", "kv_store", "host_arena", "disk_tier", "park", "runner"},
     "starlette": {"http", "app"},
     "hypercorn": {"__main__"},
     "asyncio": {"engine", "generation", "serving", "park", "http", "app", "__main__"},
