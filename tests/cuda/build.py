@@ -256,7 +256,7 @@ def run_child(sanitizer: str, script: Path, *arguments: str, timeout_s: float = 
         "PYTHONMALLOC": "malloc",
         "PYTHONPATH": str(ROOT),
         "ASAN_OPTIONS": "detect_leaks=0",
-        "TSAN_OPTIONS": "exitcode=66:report_signal_unsafe=0",
+        "TSAN_OPTIONS": "exitcode=66:report_signal_unsafe=0:suppress_equal_stacks=0:suppress_equal_addresses=0",
     }
     if sanitizer:
         names = {"asan": ["libasan.so", "libubsan.so"], "tsan": ["libtsan.so"]}[sanitizer]

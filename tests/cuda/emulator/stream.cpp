@@ -1,6 +1,4 @@
 // Streams and events.
-#include <atomic>
-#include <deque>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -28,14 +26,17 @@ struct Job {
   std::function<cudaError_t()> work;
   std::shared_ptr<Mark> waits_for;
   std::vector<Range> uses;
-  char posted;  // its address stands for the moment of posting
+  std::shared_ptr<Job> next;  // no container: TSan sees what containers allocate and move behind the lock that it does not see
+  char posted;                // its address stands for the moment of posting
 };
 
 }  // namespace
 }  // namespace emulator
 
 struct CUstream_st {
-  std::deque<std::shared_ptr<emulator::Job>> jobs;  // the first is being worked on
+  std::shared_ptr<emulator::Job> first;  // is being worked on
+  emulator::Job* last = nullptr;
+  int64_t num_jobs = 0;
   bool is_closing = false;
 };
 
@@ -44,12 +45,13 @@ namespace emulator {
 namespace {
 
 // One lock for all queues: they are short and this is a test. Never destroyed, for threads may outlive main.
+constexpr int kMaxStreams = 256;
 struct Queues {
   std::mutex mutex;
   std::condition_variable changed;
-  std::vector<CUstream_st*> streams;
+  CUstream_st* streams[kMaxStreams] = {};
+  int num_streams = 0;
   bool is_paused = false;
-  int64_t num_running = 0;
 };
 Queues& queues() {
   static Queues* all = new Queues;
@@ -57,9 +59,8 @@ Queues& queues() {
 }
 
 bool can_run(const CUstream_st& stream) {
-  if (stream.jobs.empty() || queues().is_paused) return false;
-  const Job& job = *stream.jobs.front();
-  return job.waits_for == nullptr || job.waits_for->is_reached;
+  if (stream.first == nullptr || queues().is_paused) return false;
+  return stream.first->waits_for == nullptr || stream.first->waits_for->is_reached;
 }
 
 void run(Job& job) {
@@ -77,22 +78,23 @@ void serve(CUstream_st* stream) {
     {
       Quiet quiet;
       std::unique_lock<std::mutex> lock(all.mutex);
-      all.changed.wait(lock, [&] { return can_run(*stream) || (stream->is_closing && stream->jobs.empty()); });
-      if (stream->jobs.empty()) break;
-      job = stream->jobs.front();
+      all.changed.wait(lock, [&] { return can_run(*stream) || (stream->is_closing && stream->first == nullptr); });
+      if (stream->first == nullptr) break;
+      job = stream->first;
     }
     run(*job);
     Quiet quiet;
     {
       std::lock_guard<std::mutex> lock(all.mutex);
-      stream->jobs.pop_front();
+      stream->first = job->next;
+      --stream->num_jobs;
     }
     all.changed.notify_all();
   }
   Quiet quiet;
   std::lock_guard<std::mutex> lock(all.mutex);
-  for (size_t i = 0; i < all.streams.size(); ++i) {
-    if (all.streams[i] == stream) all.streams.erase(all.streams.begin() + static_cast<std::ptrdiff_t>(i));
+  for (int i = 0; i < all.num_streams; ++i) {
+    if (all.streams[i] == stream) all.streams[i] = all.streams[--all.num_streams];
   }
   delete stream;
 }
@@ -102,7 +104,9 @@ void enqueue(CUstream_st* stream, const std::shared_ptr<Job>& job) {
   Quiet quiet;
   {
     std::lock_guard<std::mutex> lock(queues().mutex);
-    stream->jobs.push_back(job);
+    (stream->first == nullptr ? stream->first : stream->last->next) = job;
+    stream->last = job.get();
+    ++stream->num_jobs;
   }
   queues().changed.notify_all();
 }
@@ -166,8 +170,8 @@ cudaError_t post(cudaStream_t stream, std::function<cudaError_t()> work, const R
 bool is_in_use(Range range) {
   Quiet quiet;
   std::lock_guard<std::mutex> lock(queues().mutex);
-  for (const CUstream_st* stream : queues().streams) {
-    for (const auto& job : stream->jobs) {
+  for (int i = 0; i < queues().num_streams; ++i) {
+    for (const Job* job = queues().streams[i]->first.get(); job != nullptr; job = job->next.get()) {
       for (const Range& used : job->uses) {
         if (overlap(used, range)) return true;
       }
@@ -182,8 +186,8 @@ void wait_for_all() {
   {
     Quiet quiet;
     std::lock_guard<std::mutex> lock(queues().mutex);
-    for (CUstream_st* stream : queues().streams) {
-      if (!stream->is_closing) streams.push_back(stream);
+    for (int i = 0; i < queues().num_streams; ++i) {
+      if (!queues().streams[i]->is_closing) streams.push_back(queues().streams[i]);
     }
   }
   for (CUstream_st* stream : streams) marks.push_back(mark_now(stream));
@@ -210,7 +214,8 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, i
   {
     Quiet quiet;
     std::lock_guard<std::mutex> lock(queues().mutex);
-    queues().streams.push_back(*stream);
+    if (queues().num_streams == kMaxStreams) return remember(cudaErrorMemoryAllocation);
+    queues().streams[queues().num_streams++] = *stream;
   }
   std::thread(serve, *stream).detach();
   return cudaSuccess;
@@ -239,7 +244,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
   Quiet quiet;
   std::lock_guard<std::mutex> lock(queues().mutex);
   if (device_error() != cudaSuccess) return device_error();
-  return remember(stream->jobs.empty() ? cudaSuccess : cudaErrorNotReady);
+  return remember(stream->first == nullptr ? cudaSuccess : cudaErrorNotReady);
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
@@ -322,13 +327,13 @@ int64_t emulator_num_outstanding() {  // work that has not run
   Quiet quiet;
   std::lock_guard<std::mutex> lock(queues().mutex);
   int64_t total = 0;
-  for (const CUstream_st* stream : queues().streams) total += static_cast<int64_t>(stream->jobs.size());
+  for (int i = 0; i < queues().num_streams; ++i) total += queues().streams[i]->num_jobs;
   return total;
 }
 
 int64_t emulator_num_streams() {  // whose work is not over, or that nobody has destroyed
   Quiet quiet;
   std::lock_guard<std::mutex> lock(queues().mutex);
-  return static_cast<int64_t>(queues().streams.size());
+  return queues().num_streams;
 }
 }
