@@ -59,9 +59,12 @@ struct Scoring {
 };
 
 template <int M>
-struct Reach {  // keys that this thread's rows see, both ends included; first > last: none
-  int first[M][2], last[M][2];
+struct Reach {  // keys that this thread's rows see: `last` and the span - 1 before it; last -1: none
+  int last[M][2];
+  int span;
 };
+
+__device__ __forceinline__ int span_of(int window) { return window > 0 ? window : 0x7fffffff; }
 
 template <int D, int M>
 struct State {  // of this thread's rows: row i * 16 + lane / 4 + 8 r, columns n * 8 + lane % 4 * 2 + e at o[i][n][2 r + e]
@@ -82,22 +85,21 @@ struct State {  // of this thread's rows: row i * 16 + lane / 4 + 8 r, columns n
 };
 
 struct Factors {
-  float keep, add;
-  bool is_seen;
+  float keep, add;  // add 0: keep is 1, and nothing is touched
 };
 
 // The one formula by which states are merged. Updates the maximum and the sum; `merge` does an element.
 __device__ __forceinline__ Factors merge_factors(float& largest, float& sum, float new_largest, float new_sum, float exponent) {
-  if (new_largest == -INFINITY) return {1.f, 0.f, false};
+  if (new_largest == -INFINITY) return {1.f, 0.f};
   const float both = fmaxf(largest, new_largest);
   const float keep = exp2_approx(__fmul_rn(largest - both, exponent)), add = exp2_approx(__fmul_rn(new_largest - both, exponent));
   sum = __fmaf_rn(sum, keep, __fmul_rn(new_sum, add));
   largest = both;
-  return {keep, add, true};
+  return {keep, add};
 }
 
 __device__ __forceinline__ float merge(float o, float added, const Factors& f) {
-  return f.is_seen ? __fmaf_rn(o, f.keep, __fmul_rn(added, f.add)) : o;
+  return f.add != 0.f ? __fmaf_rn(o, f.keep, __fmul_rn(added, f.add)) : o;
 }
 
 // What o is multiplied with at the end: rcp.approx, the same in both kernels.
@@ -192,7 +194,7 @@ struct Weights {  // of one unit: in pairs, as the A operand of the next product
 
 // Scores of one row of this thread to weights. Returns the maximum; `sum` is that of the weights as rounded.
 template <class T, int M>
-__device__ __forceinline__ float soften(float (&scores)[M][8][4], Weights<M>& weights, float& sum, int i, int r, int first, int last, int key,
+__device__ __forceinline__ float soften(float (&scores)[M][8][4], Weights<M>& weights, float& sum, int i, int r, int last, int span, int key,
                                         const Scoring& scoring) {
   float largest = -INFINITY;
 #pragma unroll
@@ -202,7 +204,7 @@ __device__ __forceinline__ float soften(float (&scores)[M][8][4], Weights<M>& we
       float& score = scores[i][n][2 * r + e];
       const int at = key + n * 8 + e;
       if (scoring.softcap > 0.f) score = scoring.softcap * tanhf(score * scoring.inner);
-      if (at < first || at > last) score = -INFINITY;
+      if (at > last || last - at >= span) score = -INFINITY;
       largest = fmaxf(largest, score);
     }
   largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
@@ -230,8 +232,7 @@ __device__ __forceinline__ void attend_keys(State<D, M>& state, Weights<M>& weig
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float sum;
-      const float largest =
-          soften<T, M>(scores, weights, sum, i, r, reach.first[i][r], reach.last[i][r], first_key + (lane & 3) * 2, scoring);
+      const float largest = soften<T, M>(scores, weights, sum, i, r, reach.last[i][r], reach.span, first_key + (lane & 3) * 2, scoring);
       weights.factors[i][r] = merge_factors(state.largest[i][r], state.sum[i][r], largest, sum, scoring.exponent);
     }
 }
@@ -240,6 +241,7 @@ template <class T, int D, int M>
 __device__ __forceinline__ void attend_values(State<D, M>& state, const Weights<M>& weights, const T* values, int lane) {
 #pragma unroll
   for (int n = 0; n < D / 8; n += 2) {
+    if (D == 256 && n % 8 == 0 && static_cast<int>(blockDim.x) <= n) break;  // never: a branch keeps the compiler from overlapping more than fits the registers
     float added[M][2][4] = {};
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
@@ -285,10 +287,10 @@ struct Extent {
 };
 
 // Walks the units [begin, end) in runs, each with a state of its own: last_of_run(unit) is where the run that begins with the unit ends, emit(state, unit) gets
-// its state. Positions of `tile` are fetched; a unit outside of `warp` is skipped by this warp. The ring and the queries must not be in use any more by anyone of
+// its state. Positions of `tile` are fetched; a unit beyond `warp_last` is skipped by this warp. The ring and the queries must not be in use any more by anyone of
 // the team; the queries may still be on their way: the first barrier is in here.
 template <class T, int D, int M, bool is_block, class LastOfRun, class Emit>
-__device__ __forceinline__ void walk(const Cells<T>& cells, T* ring, const T* queries, int begin, int end, Extent tile, Extent warp, const Reach<M>& reach,
+__device__ __forceinline__ void walk(const Cells<T>& cells, T* ring, const T* queries, int begin, int end, Extent tile, int warp_last, const Reach<M>& reach,
                                      const Scoring& scoring, Team team, LastOfRun&& last_of_run, Emit&& emit) {
   constexpr int ahead = Shape<D>::num_slots - 1;
   const int lane = threadIdx.x & 31, stop = 2 * end;
@@ -315,7 +317,7 @@ __device__ __forceinline__ void walk(const Cells<T>& cells, T* ring, const T* qu
     const int run_end = min(end, last_of_run(unit) + 1);
 #pragma unroll 1
     for (; unit < run_end; ++unit) {
-      const bool is_needed = (unit + 1) * kUnitLen > warp.first && unit * kUnitLen <= warp.last;
+      const bool is_needed = unit * kUnitLen <= warp_last;
       Weights<M> weights;
       const T* keys = next_half(2 * unit);
       if (is_needed) attend_keys<T, D, M>(state, weights, queries, keys, unit * kUnitLen, reach, scoring, lane);

@@ -121,11 +121,9 @@ __device__ void walk_pair(const WalkArguments<T, D>& arguments, T* shared, int w
   load_queries<T, D>(queries, arguments.q, row, heads, lane);
   const Extent seen = {first_visible(position, plan.window), position};
   Reach<1> reach;
+  reach.span = span_of(plan.window);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    reach.first[0][r] = seen.first;
-    reach.last[0][r] = (lane >> 2) + 8 * r < heads.count ? seen.last : -1;
-  }
+  for (int r = 0; r < 2; ++r) reach.last[0][r] = (lane >> 2) + 8 * r < heads.count ? position : -1;
   const int late_group = offset > 0 && begin % kGroupUnits != 0 ? begin / kGroupUnits : -1;  // begun by another worker
   float* const late_slots = plan.unit_slot(worker, 0);                                       // one for each unit from `begin`
   float* const slots = plan.group_slot(row, pair, units, begin);                             // one for each group from that of `begin`
@@ -135,7 +133,7 @@ __device__ void walk_pair(const WalkArguments<T, D>& arguments, T* shared, int w
     float* slot = is_late ? late_slots + (unit - begin) * plan.slot_floats : slots + (unit / kGroupUnits - begin / kGroupUnits) * plan.slot_floats;
     store_state<D>(slot, state, plan.pair_heads, lane);
   };
-  walk<T, D, 1, false>(arguments.sequences.cells(row, heads.kv_head), shared, queries, begin, end, seen, seen, reach, arguments.scoring, Team{lane, 32},
+  walk<T, D, 1, false>(arguments.sequences.cells(row, heads.kv_head), shared, queries, begin, end, seen, position, reach, arguments.scoring, Team{lane, 32},
                        last_of_run, emit);
 }
 

@@ -105,7 +105,7 @@ __device__ __forceinline__ void add_group(Total<M>& total, const State<D, M>& gr
 }
 
 template <class T, int D>
-__global__ void __launch_bounds__(32 * kMaxWarps) prefill_kernel(PrefillArguments<T, D> arguments) {
+__global__ void __launch_bounds__(32 * kMaxWarps, 1) prefill_kernel(PrefillArguments<T, D> arguments) {
   constexpr int M = kTilesPerWarp;
   PYSERVE_DYN_SHARED(T, shared);
   const int lane = threadIdx.x & 31, tile_queries = blockDim.x / 32 * kQueriesPerWarp, first = threadIdx.x / 32 * kQueriesPerWarp;
@@ -116,6 +116,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps) prefill_kernel(PrefillArgument
   const Extent warp = extent_of(queries, arguments.positions, arguments.window, first, kQueriesPerWarp);
   Reach<M> reach;
   Total<M> total;
+  reach.span = span_of(arguments.window);
   total.is_begun = false;
   total.values = arguments.totals + (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * (tile_queries * D) + threadIdx.x;
 #pragma unroll
@@ -123,9 +124,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps) prefill_kernel(PrefillArgument
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int query = first + i * 16 + (lane >> 2) + 8 * r;
-      const int position = query < queries.count ? arguments.positions[queries.row(query)] : -1;
-      reach.first[i][r] = first_visible(position, arguments.window);
-      reach.last[i][r] = position;
+      reach.last[i][r] = query < queries.count ? arguments.positions[queries.row(query)] : -1;
       total.largest[i][r] = -INFINITY, total.sum[i][r] = 0.f;
     }
   const int begin = tile.first / kUnitLen, end = tile.last / kUnitLen + 1;
@@ -134,7 +133,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps) prefill_kernel(PrefillArgument
     add_group<D, M>(total, state, arguments.scoring.exponent, unit + 1 == end, arguments.out, queries_of(arguments, tile_queries), first);
   };
   const Cells<T> cells = arguments.sequences.cells(queries.tile.first_row, queries.kv_head);
-  walk<T, D, M, true>(cells, shared, my_queries + first * Shape<D>::pitch, begin, end, tile, warp, reach, arguments.scoring,
+  walk<T, D, M, true>(cells, shared, my_queries + first * Shape<D>::pitch, begin, end, tile, warp.last, reach, arguments.scoring,
                       Team{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x)}, last_of_run, emit);
 }
 
