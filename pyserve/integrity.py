@@ -37,6 +37,8 @@ def _check_pages(view: View, filling: Mapping[int, int]) -> None:
         assert len(set(sequence.pages)) == len(sequence.pages), f"{sequence} has a page twice"
         is_leaving = sequence.id in view.preempting or sequence.id in view.departing.keys() - filling.keys()
         (readers if is_leaving else holders).update(sequence.pages)
+    for pages in view.overdue.values():
+        readers.update(pages)
     pool = view.pool
     for page in range(pool.num_pages):
         assert pool.holders[page] == holders[page], f"page {page}: wrong number of holders"

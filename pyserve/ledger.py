@@ -8,6 +8,9 @@ A life: submit -> WAITING -> (admission) RUNNING -> ... -> finish. Parked in bet
     RUNNING -> PREEMPTING -> PREEMPTED -> RESTORING -> RUNNING    tier RAM: a copy out, a copy back
     RUNNING ---------------> PREEMPTED --------------> RUNNING    tier RECOMPUTE: no copy, the tokens run again
 
+Tier DISK is like RAM. A copy that does not end in time is waited for no longer: its sequence is PREEMPTED, to be
+computed again, and its pages stay in transfer under the copy's number until it has ended.
+
 A sequence that ends while a copy of its pages is in flight is FINISHED at once and gives pages and slot back when
 the copy lands (R20). All pages that a sequence needs to enter are reserved together (R12a). `apply` is where a step
 can find no page, because the planner is off, wrong, or not allowed to park: that is the last resort (R24, R25).
@@ -26,7 +29,7 @@ from pyserve.plan import Admission, Failure, Limits, Park, Plan, Restore, Row
 from pyserve.pool import Pool
 from pyserve.prefix import Node, PrefixCache
 from pyserve.sequence import Sequence, State, Tier
-from pyserve.view import View, restore_order
+from pyserve.view import Room, View, restore_order
 
 __all__ = ["Ledger", "Limits"]
 
@@ -41,7 +44,7 @@ class Ledger:
         self._view.free_slots = list(range(limits.num_slots))
         self._slots: list[Sequence | None] = [None] * limits.num_slots
         self._filling: dict[int, int] = {}  # pages that a restore's copy writes, by sequence id
-        self._host_free_pages = 0  # as the planner left it
+        self._room = Room(limits.page_size, 0)  # what the parks of this iteration have left of it
         self._num_evicted = 0
 
     # What there is
@@ -81,7 +84,7 @@ class Ledger:
     @property
     def is_idle(self) -> bool:
         """Nobody is here, and no copy is in flight."""
-        return not self._view.live and not self._view.departing
+        return not self._view.live and not self._view.departing and not self._view.overdue
 
     @property
     def is_copying(self) -> bool:
@@ -130,15 +133,15 @@ class Ledger:
 
     # One iteration
 
-    def plan(self, now_ms: float, host_free_pages: int) -> Plan:
-        """What to do now; nothing is changed. `host_free_pages`: pages that the RAM tier could still take."""
-        self._host_free_pages = host_free_pages
+    def plan(self, now_ms: float, host_free_pages: int, disk_free_pages: int = 0) -> Plan:
+        """What to do now; nothing is changed. Free pages: what the RAM tier and the disk tier could still take."""
+        self._room = Room(self.limits.page_size, host_free_pages, disk_free_pages)
         for sequence in self._view.waiting:
             if not self._view.is_behind_leader(sequence):
                 if sequence.waiting_since_ms is None:
                     sequence.waiting_since_ms = now_ms
                 break
-        return planner.plan(self._view, now_ms, host_free_pages)
+        return planner.plan(self._view, now_ms, self._room)
 
     def apply(self, plan: Plan, now_ms: float) -> Plan:
         """Carries `plan` out, and returns it as carried out: the last resort may change parks, failures and rows."""
@@ -209,6 +212,40 @@ class Ledger:
             assert sequence.cache_node is not None
             sequence.num_computed = sequence.cache_node.depth * self.limits.page_size
 
+    def moved_to_disk(self, sequence: Sequence) -> None:
+        """The parked copy of a PREEMPTED sequence is on disk now."""
+        sequence.tier = Tier.DISK
+
+    def copy_overdue(self, sequence: Sequence, copy_id: int, now_ms: float) -> None:
+        """The copy, out or back, is not waited for any longer. Its pages stay in transfer until `overdue_landed`."""
+        view = self._view
+        was_ended = view.departing.pop(sequence.id, None) is not None
+        num_filling = self._filling.pop(sequence.id, None)
+        if num_filling is None:
+            view.preempting.pop(sequence.id, None)
+        else:
+            view.restoring.pop(sequence.id, None)
+            shared = sequence.pages[: len(sequence.pages) - num_filling]
+            view.cache.let_go(view.pool.release(shared))
+            sequence.pages = sequence.pages[len(shared) :]
+            view.pool.start_reading(sequence.pages)
+        view.overdue[copy_id] = sequence.pages
+        sequence.pages = []
+        if was_ended:
+            self._free_slot(sequence)
+            return
+        if sequence.parked_at_ms is None:
+            sequence.parked_at_ms = now_ms
+        sequence.cache_node = None
+        sequence.state = State.PREEMPTED
+        view.parked[sequence.id] = sequence
+        self.drop_parked(sequence)
+
+    def overdue_landed(self, copy_id: int) -> None:
+        """An overdue copy has ended: its pages come free."""
+        pages = self._view.overdue.pop(copy_id)
+        self._view.cache.let_go(self._view.pool.stop_reading(pages))
+
     def finish(self, sequence: Sequence, now_ms: float) -> bool:
         """Ended or cancelled, in whatever state; harmless when repeated.
 
@@ -262,7 +299,7 @@ class Ledger:
             self._view.parked[sequence.id] = sequence
             return
         num_copied = self._num_pages(sequence.num_computed)
-        self._host_free_pages -= num_copied
+        self._room.use(park.tier, num_copied)
         self._release_pages(sequence, start=num_copied)
         self._view.pool.start_reading(sequence.pages)
         sequence.parked_cells = sequence.num_computed
@@ -421,7 +458,7 @@ class Ledger:
                 victim = next(iter(self._view.victims()), None)
                 if victim is None:
                     break
-                tier, _ = planner.park_tier(victim, self.limits.page_size, self._host_free_pages)
+                tier, _ = self._room.tier_of(victim)
                 parks.append(Park(victim, "last_resort", tier))
                 self._park(parks[-1], now_ms)
             elif any(each.reason == "pool_full" for each in failures):

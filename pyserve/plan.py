@@ -54,7 +54,9 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Park:
-    """`tier` RAM: copy the first ceil(num_computed / page_size) pages out. RECOMPUTE: no copy, parked at once."""
+    """`tier` RAM or DISK: copy the first ceil(num_computed / page_size) pages there. RECOMPUTE: no copy, parked at
+    once.
+    """
 
     sequence: Sequence
     reason: ParkReason
@@ -63,7 +65,7 @@ class Park:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Bring a sequence back. Tier RAM: copy the parked pages back, all but the first `cached_pages`.
+    """Bring a sequence back. Tier RAM or DISK: copy the parked pages back, all but the first `cached_pages`.
 
     Those are in the pool already, shared with whoever holds them, and must not be written. With tier RECOMPUTE
     there is no copy: the sequence runs at once, as a prompt. `tier` is the one it was parked in.

@@ -28,25 +28,18 @@ Not exact: pages that two victims of the same plan share are not counted as gain
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pyserve.plan import Admission, Failure, Park, ParkReason, Plan, Restore, Row
 from pyserve.sequence import Sequence, Tier
-from pyserve.view import View, restore_order
+from pyserve.view import Room, View, restore_order
 
 PASSED_ADMISSIONS = 4  # waiting sequences that are looked at behind one that does not fit
 
 
-def park_tier(sequence: Sequence, page_size: int, host_free_pages: int) -> tuple[Tier, int]:
-    """The tier that takes it, and the host pages it takes there. Nothing computed is nothing to copy."""
-    num_pages = -(-sequence.num_computed // page_size)
-    if 0 < num_pages <= host_free_pages:
-        return Tier.RAM, num_pages
-    return Tier.RECOMPUTE, 0
-
-
-def plan(view: View, now_ms: float, host_free_pages: int) -> Plan:
-    """What to do now. `host_free_pages`: pages that the RAM tier could still take (R22)."""
-    draft = _Draft(view, now_ms, host_free_pages)
+def plan(view: View, now_ms: float, room: Room) -> Plan:
+    """What to do now. The plan's parks are taken off a copy of `room`."""
+    draft = _Draft(view, now_ms, replace(room))
     limits = view.limits
     if limits.is_parking_on and limits.preempt_every:
         draft.park_forced()
@@ -62,10 +55,10 @@ def plan(view: View, now_ms: float, host_free_pages: int) -> Plan:
 class _Draft:
     """A plan in the making, with the page counts as they will be once it is applied."""
 
-    def __init__(self, view: View, now_ms: float, host_free_pages: int) -> None:
+    def __init__(self, view: View, now_ms: float, room: Room) -> None:
         self._view = view
         self._now_ms = now_ms
-        self._host_pages = host_free_pages
+        self._room = room
         self._available = view.pool.num_available
         self._leaving = view.pool.num_leaving
         self._debt = view.debt
@@ -102,7 +95,8 @@ class _Draft:
         return (each for each in self._view.victims() if each.id not in self._gone)
 
     def _park(self, sequence: Sequence, reason: ParkReason) -> None:
-        tier, num_copied = park_tier(sequence, self._view.limits.page_size, self._host_pages)
+        tier, num_copied = self._room.tier_of(sequence)
+        self._room.use(tier, num_copied)
         pool = self._view.pool
         first_own = len(sequence.pages) - pool.num_own(sequence.pages)
         for index, page in enumerate(sequence.pages[first_own:], first_own):
@@ -113,7 +107,6 @@ class _Draft:
                 self._leaving += 1
             else:
                 self._available += 1
-        self._host_pages -= num_copied
         self._debt -= sequence.debt
         self._gone.add(sequence.id)
         self._parks.append(Park(sequence, reason, tier))
@@ -156,8 +149,7 @@ class _Draft:
         victims = self._rotation_victims(head, reserve)
         if victims is None:
             return False
-        size = self._view.limits.page_size
-        if sum(-(-each.num_computed // size) for each in victims) > self._host_pages:
+        if not self._room.can_hold(victims):
             self._refused = None if head.is_refusal_told else head
             return False
         for victim in victims:
@@ -245,8 +237,8 @@ class _Draft:
 
     def finish(self) -> Plan:
         rows = self._rows()
-        will_copy = self._view.is_copying or any(park.tier is Tier.RAM for park in self._parks)
-        will_copy = will_copy or any(restore.tier is Tier.RAM for restore in self._restores)
+        will_copy = self._view.is_copying or any(park.tier.is_copy for park in self._parks)
+        will_copy = will_copy or any(restore.tier.is_copy for restore in self._restores)
         is_freeing = bool(self._gone) and (
             bool(self._view.oversized) or any(park.tier is Tier.RECOMPUTE for park in self._parks)
         )

@@ -25,7 +25,13 @@ class Tier(StrEnum):
     """Where the state of a parked sequence is."""
 
     RAM = "ram"
+    DISK = "disk"
     RECOMPUTE = "recompute"  # nowhere: its tokens are computed again
+
+    @property
+    def is_copy(self) -> bool:
+        """It takes a copy to get there, and one to come back."""
+        return self is not Tier.RECOMPUTE
 
 
 class Sequence:

@@ -3,12 +3,47 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pyserve.plan import Limits
 from pyserve.pool import Pool
 from pyserve.prefix import PrefixCache
 from pyserve.sequence import Sequence, Tier
+
+
+@dataclass(slots=True)
+class Room:
+    """Pages that the tiers could still take (R22, R23)."""
+
+    page_size: int
+    ram_pages: int
+    disk_pages: int = 0
+
+    def tier_of(self, sequence: Sequence) -> tuple[Tier, int]:
+        """The tier that takes it, best first, and the pages it takes there. Nothing computed is nothing to copy."""
+        num_pages = -(-sequence.num_computed // self.page_size)
+        if 0 < num_pages <= self.ram_pages:
+            return Tier.RAM, num_pages
+        if 0 < num_pages <= self.disk_pages:
+            return Tier.DISK, num_pages
+        return Tier.RECOMPUTE, 0
+
+    def use(self, tier: Tier, num_pages: int) -> None:
+        """So many pages are parked there."""
+        if tier is Tier.RAM:
+            self.ram_pages -= num_pages
+        elif tier is Tier.DISK:
+            self.disk_pages -= num_pages
+
+    def can_hold(self, sequences: list[Sequence]) -> bool:
+        """Whether none of them would have to be computed again."""
+        room = replace(self)
+        for sequence in sequences:
+            tier, num_pages = room.tier_of(sequence)
+            if sequence.num_computed and not tier.is_copy:
+                return False
+            room.use(tier, num_pages)
+        return True
 
 
 def restore_order(sequence: Sequence) -> tuple[int, float, int]:
@@ -30,6 +65,7 @@ class View:
     parked: dict[int, Sequence] = field(default_factory=dict)
     restoring: dict[int, Sequence] = field(default_factory=dict)
     departing: dict[int, Sequence] = field(default_factory=dict)  # ended, a copy still in flight
+    overdue: dict[int, list[int]] = field(default_factory=dict)  # pages of copies that nobody waits for, by copy id
     oversized: dict[int, Sequence] = field(default_factory=dict)  # more tokens than the whole pool holds
     free_slots: list[int] = field(default_factory=list)
     pressure_runway: int = field(init=False)  # cells kept clear per sequence: none where a park lands at once
@@ -43,7 +79,7 @@ class View:
 
     @property
     def is_copying(self) -> bool:
-        return bool(self.preempting or self.restoring or self.departing)
+        return bool(self.preempting or self.restoring or self.departing or self.overdue)
 
     @property
     def entry_runway(self) -> int:
@@ -81,7 +117,8 @@ class View:
         request = sequence.request
         if not request.cache_prompt or request.prompt_logprobs is not None:
             return 0
-        num_tokens = sequence.num_computed if sequence.tier is Tier.RAM else len(sequence.tokens)
+        is_copied = sequence.tier is not None and sequence.tier.is_copy
+        num_tokens = sequence.num_computed if is_copied else len(sequence.tokens)
         return (num_tokens - 1) // self.limits.page_size
 
     def debt_of(self, sequence: Sequence) -> int:
