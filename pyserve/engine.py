@@ -36,22 +36,21 @@ from dataclasses import dataclass
 from pyserve.errors import ContextExceeded, PoolExhausted, PyserveError, StepFailed, Unavailable
 from pyserve.generation import Generation
 from pyserve.ledger import Ledger
-from pyserve.park import Landed, Parking
-from pyserve.plan import Failure, Park, Plan, Restore
+from pyserve.park import Parking
+from pyserve.plan import Failure, Plan
 from pyserve.runner import Runner, Step, StepResult
-from pyserve.sequence import Sequence, Tier
+from pyserve.sequence import Sequence
 from pyserve.snapshot import take_snapshot
 from pyserve.task import Task
+from pyserve.transfers import Transfers
 from pyserve.types import (
     Counters,
     Event,
     Failed,
     Finished,
     FinishReason,
-    Preempted,
     PromptLogprobs,
     PromptProgress,
-    Resumed,
     SequenceRequest,
     Snapshot,
     Started,
@@ -81,6 +80,7 @@ class EngineInfo:
     kv_type: str
     num_threads: int
     max_queue: int
+    tiers: tuple[str, ...] = ("ram", "recompute")  # where parked state may be, best first; none: parking is off
 
 
 class Engine:
@@ -99,6 +99,7 @@ class Engine:
         self._outbox: list[tuple[Generation, Event]] = []
         self._sequence_ids = itertools.count()
         self._group_ids = itertools.count()
+        self._transfers = Transfers(ledger, parking, self._tasks, self.counters, self._post)
         self._wake = asyncio.Event()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="pyserve-compute")
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="pyserve-copy-wait")
@@ -173,7 +174,8 @@ class Engine:
 
     async def _iterate(self) -> None:
         self._snapshot = None
-        self._collect_copies()
+        self._transfers.collect()
+        self._transfers.prepare()
         self._take_inbox()
         plan = await self._plan_and_apply()
         self._snapshot = None  # a client may have asked during a synchronous copy
@@ -191,12 +193,13 @@ class Engine:
         """Nothing to run: wait for a copy, for work, or, if there is work that nothing moves, say so."""
         if plan.parks or plan.restores or plan.admissions or plan.failures or self._arrivals or self._cancels:
             return  # something moved: plan again
-        if self._parking.is_busy:
+        if self._parking.is_busy or self._parking.has_overdue:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._waiter, self._parking.wait_any, _COPY_WAIT_S)
             return
         self._wake.clear()
         if not self._tasks:
+            self._parking.rest()
             await self._wake.wait()
             return
         if not self._is_stuck:
@@ -214,30 +217,6 @@ class Engine:
 
     # --- 1 and 2: copies and the inbox
 
-    def _collect_copies(self) -> None:
-        for landed in self._parking.landed():
-            self._land(landed)
-
-    def _land(self, landed: Landed) -> None:
-        sequence = landed.sequence
-        counters = self.counters
-        if landed.is_restore:
-            counters.restored_bytes += landed.num_bytes
-            (self._ledger.restore_landed if landed.is_ok else self._ledger.restore_failed)(sequence)
-        else:
-            counters.parked_bytes += landed.num_bytes
-            (self._ledger.park_landed if landed.is_ok else self._ledger.park_failed)(sequence)
-        self._observe("restore_copy_s" if landed.is_restore else "park_copy_s", landed.copy_ms / 1e3)
-        if not landed.is_ok:
-            log.error("the copy of sequence %d failed; it will be computed again", sequence.id)
-        task = self._tasks.get(sequence.id)
-        if task is None:  # ended meanwhile
-            return
-        if landed.is_restore:
-            self._resumed(task, landed.num_bytes, landed.copy_ms)
-        else:
-            task.log_park(landed.num_bytes, landed.copy_ms, self._ledger.free_pages)
-
     def _take_inbox(self) -> None:
         cancels, self._cancels = self._cancels, []
         arrivals, self._arrivals = self._arrivals, []
@@ -254,15 +233,13 @@ class Engine:
     async def _plan_and_apply(self) -> Plan:
         while True:
             now_ms = time.monotonic() * 1e3
-            plan = self._ledger.apply(self._ledger.plan(now_ms, self._parking.free_pages()), now_ms)
+            room = self._parking.free_pages()
+            plan = self._ledger.apply(self._ledger.plan(now_ms, room, self._parking.disk_free_pages()), now_ms)
             for admission in plan.admissions:
                 self._admitted(self._tasks[admission.sequence.id])
             for failure in plan.failures:
                 self._fail_for_room(failure)
-            for park in plan.parks:
-                self._start_park(park)
-            for restore in plan.restores:
-                self._start_restore(restore)
+            self._transfers.start(plan.parks, plan.restores)
             if plan.refused_rotation is not None:
                 log.info("sequence %d waits on: no tier can hold a second one", plan.refused_rotation.id)
             if self.info.is_async or not (plan.parks or plan.restores):
@@ -273,7 +250,7 @@ class Engine:
         loop = asyncio.get_running_loop()
         while self._parking.is_busy:
             await loop.run_in_executor(self._waiter, self._parking.wait_any, _COPY_WAIT_S)
-            self._collect_copies()
+            self._transfers.collect()
 
     def _admitted(self, task: Task) -> None:
         task.started_s = time.monotonic()
@@ -281,45 +258,6 @@ class Engine:
         self._observe("queue_s", task.started_s - task.submitted_s)
         assert task.sequence.slot is not None
         self._post(task, Started(task.sequence.index, task.sequence.slot))
-
-    def _start_park(self, park: Park) -> None:
-        sequence = park.sequence
-        task = self._tasks[sequence.id]
-        task.preempted(time.monotonic(), park.reason, self._ledger.free_pages)
-        self.counters.preempts += 1
-        self._post(task, Preempted(sequence.index))
-        if park.tier is not Tier.RAM:
-            task.log_park(0, 0.0, self._ledger.free_pages)
-            return
-        try:
-            num_pages = -(-sequence.num_computed // self.info.page_size)
-            self._parking.park(sequence, sequence.pages[:num_pages])
-        except (MemoryError, RuntimeError) as error:
-            log.warning("sequence %d cannot be copied out (%s); it will be computed again", sequence.id, error)
-            self._ledger.park_failed(sequence)
-
-    def _start_restore(self, restore: Restore) -> None:
-        sequence = restore.sequence
-        task = self._tasks[sequence.id]
-        if restore.tier is not Tier.RAM:  # its pages were dropped: it runs at once and computes them again
-            self.counters.recomputes += 1
-            self._resumed(task, 0, 0.0)
-            return
-        try:
-            if self._parking.restore(sequence, sequence.pages, cached_pages=restore.cached_pages):
-                return
-            self._ledger.restore_landed(sequence)
-        except (MemoryError, RuntimeError, KeyError) as error:
-            log.warning("sequence %d cannot be copied back (%s); it is computed again", sequence.id, error)
-            self._parking.discard([sequence])
-            self._ledger.restore_failed(sequence)
-        self._resumed(task, 0, 0.0)
-
-    def _resumed(self, task: Task, num_bytes: int, copy_ms: float) -> None:
-        self.counters.resumes += 1
-        stall_s = task.resumed(time.monotonic(), num_bytes, copy_ms, self._ledger.free_pages)
-        self._observe("preempted_s", stall_s)
-        self._post(task, Resumed(task.sequence.index))
 
     def _fail_for_room(self, failure: Failure) -> None:
         self.counters.failed += 1

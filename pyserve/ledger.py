@@ -68,6 +68,10 @@ class Ledger:
         return self._view.pool.num_held - sum(self._filling.values())
 
     @property
+    def num_running(self) -> int:
+        return len(self._view.running)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._view.waiting)
 

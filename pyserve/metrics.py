@@ -65,6 +65,8 @@ def _counters(counters: Counters) -> Iterator[Figure]:
     yield "llamacpp:n_resume_total", "Sequences restored.", counters.resumes
     yield "pyserve:cached_prompt_tokens_total", "Prompt tokens taken from the prompt cache.", counters.cached_tokens
     yield "pyserve:recompute_total", "Restores that computed the tokens again.", counters.recomputes
+    yield "pyserve:copy_failed_total", "Parks and restores whose copy failed.", counters.copies_failed
+    yield "pyserve:hash_mismatch_total", "Restores of pages that were not what was parked.", counters.hash_mismatches
     yield "pyserve:parked_bytes_total", "Bytes copied out of the pool.", counters.parked_bytes
     yield "pyserve:restored_bytes_total", "Bytes copied back into the pool.", counters.restored_bytes
     yield "pyserve:sequences_finished_total", "Sequences that ended well.", counters.finished
@@ -101,6 +103,7 @@ def _now(snapshot: Snapshot) -> Iterator[Figure]:
     yield "llamacpp:requests_deferred", "Sequences waiting for a slot.", snapshot.num_waiting
     yield "llamacpp:requests_preempted", "Sequences parked now.", snapshot.requests_preempted
     yield "llamacpp:preempt_ram_bytes", "Host memory held by parked state.", snapshot.preempt_ram_bytes
+    yield "pyserve:preempt_disk_bytes", "Bytes of parked state on disk.", snapshot.preempt_disk_bytes
     yield "pyserve:pool_pages", "Pages of the pool.", snapshot.num_pages
     yield "pyserve:pool_pages_free", "Pages that nobody holds.", snapshot.free_pages
     yield "pyserve:pool_pages_cached", "Pages that only the prompt cache holds.", snapshot.cached_pages

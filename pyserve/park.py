@@ -1,195 +1,358 @@
-"""PARK AND RESTORE: the copies between the pool and host memory, and the budget that they live in.
+"""PARK AND RESTORE: where parked state lies, and the copies between there and the pool.
 
-Purpose. The ledger decides which sequence leaves the pool; this file moves its bytes and says when they have arrived.
-It knows pages and bytes, not why.
+Purpose. The ledger decides which sequence leaves the pool and to which tier; this file moves its bytes and says how
+that ended. It knows pages and bytes, not why.
 
-Structure. `Parking` holds one host buffer per parked sequence (`_hosts`) and the copies in flight (`_copies`). A park
-allocates the buffer and posts one copy of all the sequence's pages to the copy stream; a restore posts the copy back
-into the pages that the ledger reserved. `landed()` is polled once per iteration and never waits.
+Structure. `Parking` has the state of every parked sequence: a `Host`, pages in the host arena, or a `ParkFile`, a file
+of the disk tier; and one `Copy` for each sequence on its way. A park into memory takes pages of the arena and posts
+copies to the copy stream; when the arena has to grow first, the park waits in `_queue`, its pages still its own, and
+the loop goes on. `landed()` is polled once per iteration, never waits, and is the only place that reports an ending,
+failures included: `park` and `restore` post, or note why they could not.
 
-Ordering. The engine issues copies between two steps: the step that wrote the pages has been awaited, and no later step
-touches pages of a sequence in transfer, so the copy thread needs no further fence here. The ledger keeps the pages of
-a park until `landed()` has reported it, and gives a restore only pages that nobody reads.
+Only what changed (R23a). When a sequence is resident again its host pages stay in `_kept`. The leading ones, which are
+full, will never change, so that the next park copies only those behind them. Kept pages count as free: they are
+dropped, oldest first, when a park needs room that the budget does not have otherwise.
 
-Lifetime. A sequence that ends while its copy is in flight is discarded when the copy lands: `discard` marks the host
-buffer and `landed` drops it. `close` waits for every copy before the pool may go.
+Verification (R23b). Pages are hashed as they go out and checked as they come back: all of them, or, with "sample",
+every eighth and the last. Pages on disk are all hashed, since a hash costs nothing beside a disk.
 
-Budget. `free_pages` is what the planner may still park: the budget less what is held, never more than the machine and
-the cgroup have free. It is checked before allocating; buffers are given back the moment their sequence is resident
-again.
+Ordering. The engine posts copies between two steps: the step that wrote the pages has been awaited, and no later step
+touches pages of a sequence in transfer, so a copy needs no further fence here. The ledger keeps the pages of a park
+until `landed()` has reported it, and gives a restore only pages that nobody reads.
 
-Not handled here: a disk tier, pinned slabs, copying only what changed, page hashes.
+Lifetime (R20). A sequence that ends while its copy is in flight is discarded when the copy lands. A copy that is not
+done at its deadline is reported as overdue, which ends the waiting but frees nothing: host memory, file and pages stay
+reserved until the copy is really over, and then it is reported once more, as late. `close` waits for every copy.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 
-import torch
-
-from pyserve.host_memory import available_bytes
+from pyserve.copies import Copy, Ending, FailedEvent, Host, Landed
+from pyserve.disk_tier import DiskTier, ParkFile, comb_table
+from pyserve.host_arena import HostArena
 from pyserve.kv_store import KvStore
-from pyserve.ops import CopyEvent, CopyStream
-from pyserve.page_runs import combs, runs
-from pyserve.sequence import Sequence
+from pyserve.ops import CopyStream
+from pyserve.sequence import Sequence, Tier
 
-_MEMORY_REFRESH_S = 1.0
-_RESERVE_BYTES = 256 << 20  # left to the rest of the process when the machine, not the budget, is the limit
+__all__ = ["Ending", "Landed", "Parking"]
 
+log = logging.getLogger("pyserve.park")
 
-@dataclass(slots=True)
-class Landed:
-    """One copy that has ended. `is_ok` is false when it failed; then the host state is gone."""
-
-    sequence: Sequence
-    is_restore: bool
-    is_ok: bool
-    num_bytes: int
-    copy_ms: float
-
-
-@dataclass(slots=True)
-class _Copy:
-    sequence: Sequence
-    event: CopyEvent
-    is_restore: bool
-    num_bytes: int
-    started_s: float
+_SAMPLED = 8  # one page in so many is hashed with "sample"
+_DEADLINE_S = 60.0
 
 
 class Parking:
-    """The RAM tier: host buffers of parked sequences and the copies in flight."""
+    """The tiers that hold parked state, and the copies in flight."""
 
-    def __init__(self, kv: KvStore, *, budget_bytes: int, stream: CopyStream | None = None) -> None:
+    def __init__(
+        self,
+        kv: KvStore,
+        *,
+        budget_bytes: int,
+        stream: CopyStream | None = None,
+        disk: DiskTier | None = None,
+        verify: str = "sample",
+        deadline_s: float = _DEADLINE_S,
+    ) -> None:
+        """`verify`: off, sample or all. `deadline_s`: how long a copy may take before nobody waits for it."""
+        self.arena = HostArena(kv.page_bytes, budget_bytes)
+        self.disk = disk
+        self.deadline_s = deadline_s
         self._kv = kv
-        self._budget_bytes = budget_bytes
+        self._page_size = kv.tensor.shape[4]
         self._stream = stream or CopyStream()
-        self._hosts: dict[int, torch.Tensor] = {}  # sequence id -> uint8 [pages * page_bytes]
-        self._copies: dict[int, _Copy] = {}  # sequence id -> its one copy
-        self._discarded: set[int] = set()
-        self._held_bytes = 0
-        self._machine_bytes = 0
-        self._machine_read_s = float("-inf")
+        self._verify = verify
+        self._hosts: dict[int, Host] = {}  # parked in memory, by sequence id
+        self._files: dict[int, ParkFile] = {}  # parked on disk
+        self._kept: dict[int, Host] = {}  # of sequences that are resident again, oldest first
+        self._copies: dict[int, Copy] = {}  # one at most for each sequence, by its id
+        self._queue: list[Copy] = []  # those of them that wait for host memory, first come first
+        self._overdue: dict[int, Copy] = {}  # by copy id
+        self._copy_ids = itertools.count()
+        self._spare_pages = 0  # idle pages to have ready
+
+    # What there is
 
     @property
     def held_bytes(self) -> int:
-        """Host memory really held, copies in flight included."""
-        return self._held_bytes
+        """Host memory really held."""
+        return self.arena.held_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        return 0 if self.disk is None else self.disk.held_bytes
 
     @property
     def is_busy(self) -> bool:
+        """A copy will land, or be overdue, in its time."""
         return bool(self._copies)
 
+    @property
+    def has_overdue(self) -> bool:
+        return bool(self._overdue)
+
     def free_pages(self) -> int:
-        """Pages that may still be parked in RAM."""
-        now_s = time.monotonic()
-        if now_s - self._machine_read_s > _MEMORY_REFRESH_S:
-            self._machine_bytes = max(0, available_bytes() - _RESERVE_BYTES)
-            self._machine_read_s = now_s
-        return min(self._budget_bytes - self._held_bytes, self._machine_bytes) // self._kv.page_bytes
+        """Pages that may still be parked in memory."""
+        kept = sum(host.num_pages for host in self._kept.values())
+        return max(0, self.arena.free_pages(time.monotonic()) + kept - self._queued_pages())
+
+    def disk_free_pages(self) -> int:
+        """Pages that may still be parked on disk."""
+        return 0 if self.disk is None else self.disk.free_pages(time.monotonic())
 
     def parked_bytes(self, sequence: Sequence) -> int:
-        """Bytes held for one sequence; 0 when nothing is."""
-        host = self._hosts.get(sequence.id)
-        return 0 if host is None else host.numel()
+        """Bytes held for one parked sequence; 0 when nothing is."""
+        parked = self._hosts.get(sequence.id) or self._files.get(sequence.id)
+        copy = self._copies.get(sequence.id)
+        if parked is None and copy is not None:
+            parked = copy.host or copy.file
+        return 0 if parked is None else parked.num_pages * self._kv.page_bytes
 
-    def park(self, sequence: Sequence, pages: Items[int]) -> None:
-        """Post the copy of `pages` to a new host buffer.
+    # Out and back
 
-        Raises MemoryError or RuntimeError, and then nothing is posted.
-        """
-        num_bytes = len(pages) * self._kv.page_bytes
-        if num_bytes > self._budget_bytes - self._held_bytes:
-            raise MemoryError(
-                f"the park budget has {self._budget_bytes - self._held_bytes} bytes left, not {num_bytes}"
-            )
-        host = torch.empty(num_bytes, dtype=torch.uint8)
-        self._post(sequence, pages, host, is_restore=False)
-        self._hosts[sequence.id] = host
-        self._held_bytes += num_bytes
-        self._machine_bytes -= num_bytes
+    def prepare(self, num_pages: int) -> None:
+        """Have host memory ready for a park of `num_pages`, as far as the budget allows."""
+        self._spare_pages = num_pages
+        wanted = num_pages + self._queued_pages()
+        if wanted > self.arena.idle_pages + self.arena.growing_pages:
+            now_s = time.monotonic()
+            self.arena.grow(min(wanted, self.arena.free_pages(now_s)), now_s)
+
+    def park(self, sequence: Sequence, pages: Items[int], tier: Tier = Tier.RAM) -> None:
+        """Post the copy of `pages`, all that the sequence has computed, to memory or disk."""
+        copy = self._new_copy(sequence, tier, is_restore=False)
+        kept = self._kept.pop(sequence.id, None)
+        if tier is Tier.DISK:
+            self._release(kept)
+            assert self.disk is not None
+            copy.file, event = self.disk.write(pages, is_hashed=self._verify != "off")
+            copy.num_bytes = len(pages) * self._kv.page_bytes
+            copy.events = [event]
+            return
+        copy.host = kept or Host()
+        copy.pages = pages
+        missing = self._missing_pages(copy)
+        if self._make_room(missing):
+            copy.is_queued = True
+            self._queue.append(copy)
+            self._post_queued()
+        else:
+            copy.events = [FailedEvent(MemoryError(f"no host memory for {missing} more pages"))]
 
     def restore(self, sequence: Sequence, pages: Items[int], *, cached_pages: int) -> bool:
         """Post the copy of the parked state into `pages`, all but the first `cached_pages`, which hold theirs already.
 
-        False when there is nothing to copy: the sequence is resident at once. Raises KeyError when it is not parked
-        here.
+        False when there is nothing to copy: the sequence is resident at once.
         """
-        host = self._hosts[sequence.id]
-        num_pages = host.numel() // self._kv.page_bytes
-        if num_pages <= cached_pages:
-            self._drop(sequence.id)
+        copy = self._new_copy(sequence, Tier.RAM, is_restore=True)
+        copy.file = self._files.pop(sequence.id, None)
+        copy.host = self._hosts.pop(sequence.id, None)
+        parked = copy.host or copy.file
+        if parked is None:
+            copy.events = [FailedEvent(LookupError("there is no parked state"))]
+            return True
+        wanted = pages[cached_pages : parked.num_pages]
+        copy.num_bytes = len(wanted) * self._kv.page_bytes
+        if not wanted:
+            del self._copies[sequence.id]
+            self._resident(copy)
             return False
-        wanted = host[cached_pages * self._kv.page_bytes :]
-        self._post(sequence, pages[cached_pages:num_pages], wanted, is_restore=True)
+        if copy.file is not None:
+            assert self.disk is not None
+            copy.tier = Tier.DISK
+            copy.events = [self.disk.read(copy.file, wanted, cached_pages)]
+        else:
+            self._post(copy, pages, cached_pages, parked.num_pages)
         return True
-
-    def landed(self) -> list[Landed]:
-        """The copies that have ended since the last call. Never waits."""
-        if not self._copies:
-            return []
-        return [self._land(copy) for copy in tuple(self._copies.values()) if _has_ended(copy.event)]
 
     def discard(self, sequences: Iterable[Sequence]) -> None:
-        """Give back the host state of sequences that have ended, now or when their copy has landed."""
+        """Give back the state of sequences that have ended, or will be computed again; now, or when its copy landed."""
         for sequence in sequences:
-            if sequence.id in self._copies:
-                self._discarded.add(sequence.id)
-            else:
-                self._drop(sequence.id)
+            copy = self._copies.get(sequence.id)
+            if copy is not None:
+                copy.is_discarded = True
+            self._release(self._hosts.pop(sequence.id, None))
+            self._release(self._kept.pop(sequence.id, None))
+            self._drop_file(self._files.pop(sequence.id, None))
+
+    def landed(self) -> list[Landed]:
+        """The copies that have ended, or are overdue, since the last call. Never waits."""
+        now_s = time.monotonic()
+        if self.arena.is_growing and not self.arena.poll(now_s):
+            self._fail_queued()
+        self._post_queued()
+        if not self._queue:
+            self.arena.trim(now_s, self._spare_pages)
+        if not self._copies and not self._overdue:
+            return []
+        endings = [(copy, copy.ending(now_s)) for copy in tuple(self._copies.values())]
+        landed = [self._land(copy, ending, now_s) for copy, ending in endings if ending is not None]
+        return landed + self._late(now_s)
+
+    def rest(self) -> None:
+        """Nobody is served: give idle memory back."""
+        self._spare_pages = 0
+        self.arena.trim(time.monotonic(), at_once=True)
 
     def wait_any(self, timeout_s: float) -> None:
-        """Block until the oldest copy has ended. For a worker thread, never for the event loop."""
-        for copy in tuple(self._copies.values())[:1]:
-            copy.event.wait(timeout_s)
+        """Block until something has happened, or the time is over. For a worker thread, never for the event loop."""
+        posted = [copy for copy in (*self._copies.values(), *self._overdue.values()) if not copy.is_queued]
+        if posted:
+            posted[0].wait(timeout_s)
+        elif self.arena.is_growing:
+            self.arena.wait(timeout_s)
 
     def close(self) -> None:
-        """Wait for every copy, then stop the copy stream."""
+        """Wait for every copy, at most `deadline_s`, then stop the tiers. No memory of a copy at work is given back."""
+        for copy in (*self._copies.values(), *self._overdue.values()):
+            if copy.file is not None:
+                copy.file.is_dropped = True
+            copy.wait(self.deadline_s)
+            if not copy.is_queued and copy.ending(float("-inf")) is None:
+                log.error("the copy of sequence %d never ended; its memory stays taken", copy.sequence.id)
+                return
+        if self.disk is not None:
+            self.disk.close()
         self._stream.close()
-        self._copies.clear()
-        self._hosts.clear()
-        self._held_bytes = 0
+        for held in (self._copies, self._hosts, self._kept, self._files, self._overdue, self._queue):
+            held.clear()
+        self.arena.close()
 
-    def _post(self, sequence: Sequence, pages: Items[int], host: torch.Tensor, *, is_restore: bool) -> None:
-        plan = comb_table(pages)
-        started_s = time.monotonic()
-        event = self._stream.copy_pages(self._kv.tensor, host, plan, to_host=not is_restore)
-        self._copies[sequence.id] = _Copy(sequence, event, is_restore, host.numel(), started_s)
+    # Parts
 
-    def _land(self, copy: _Copy) -> Landed:
-        sequence_id = copy.sequence.id
-        del self._copies[sequence_id]
-        is_ok = _succeeded(copy.event)
-        if copy.is_restore or not is_ok or sequence_id in self._discarded:
-            self._drop(sequence_id)
-        self._discarded.discard(sequence_id)
-        copy_ms = (time.monotonic() - copy.started_s) * 1e3
-        return Landed(copy.sequence, copy.is_restore, is_ok, copy.num_bytes, copy_ms)
+    def _new_copy(self, sequence: Sequence, tier: Tier, *, is_restore: bool) -> Copy:
+        now_s = time.monotonic()
+        copy = Copy(next(self._copy_ids), sequence, tier, is_restore, 0, now_s, now_s + self.deadline_s)
+        self._copies[sequence.id] = copy
+        return copy
 
-    def _drop(self, sequence_id: int) -> None:
-        host = self._hosts.pop(sequence_id, None)
-        if host is not None:
-            self._held_bytes -= host.numel()
+    def _missing_pages(self, copy: Copy) -> int:
+        assert copy.host is not None
+        return max(0, len(copy.pages) - copy.host.num_pages)
 
+    def _queued_pages(self) -> int:
+        return sum(self._missing_pages(copy) for copy in self._queue)
 
-def comb_table(pages: Items[int]) -> torch.Tensor:
-    """The copy of `pages` in list order as int32 [combs, 5]: start, run_pages, stride_pages, count, list_offset."""
-    table = [(c.start, c.run_pages, c.stride_pages, c.count, c.list_offset) for c in combs(runs(pages))]
-    return torch.tensor(table, dtype=torch.int32).reshape(-1, 5)
-
-
-def _has_ended(event: CopyEvent) -> bool:
-    try:
-        return event.query()
-    except RuntimeError:  # failed is an end, too
+    def _make_room(self, num_pages: int) -> bool:
+        """See that so many pages beside those promised are idle or will be, at the cost of kept ones if need be."""
+        wanted = self._queued_pages() + num_pages
+        now_s = time.monotonic()
+        while not self.arena.grow(wanted, now_s):
+            if not self._kept:
+                return False
+            self._release(self._kept.pop(next(iter(self._kept))))
         return True
 
+    def _post_queued(self) -> None:
+        while self._queue:
+            copy = self._queue[0]
+            assert copy.host is not None
+            if not copy.is_discarded:
+                extents = self.arena.take(self._missing_pages(copy))
+                if extents is None:
+                    return
+                copy.host.extents += extents
+                copy.host.num_pages = max(copy.host.num_pages, len(copy.pages))
+            del self._queue[0]
+            copy.is_queued = False
+            if copy.is_discarded:
+                continue
+            start = min(copy.host.full_pages, len(copy.pages))
+            self._choose_hashes(copy, start)
+            copy.num_bytes = (len(copy.pages) - start) * self._kv.page_bytes
+            copy.host.full_pages = copy.sequence.num_computed // self._page_size
+            self._post(copy, copy.pages, start, len(copy.pages))
+            copy.pages = ()
 
-def _succeeded(event: CopyEvent) -> bool:
-    try:
-        return event.query()
-    except RuntimeError:
-        return False
+    def _fail_queued(self) -> None:
+        """The arena could not grow: those that still find no room will not wait for it."""
+        queue, self._queue = self._queue, []
+        for copy in queue:
+            if self._make_room(self._missing_pages(copy)):
+                self._queue.append(copy)
+            else:
+                copy.is_queued = False
+                copy.events = [FailedEvent(MemoryError("host memory could not be had"))]
+
+    def _post(self, copy: Copy, pages: Items[int], start: int, stop: int) -> None:
+        """One copy for each stretch of host memory. What cannot be posted is noted, and what is posted runs out."""
+        assert copy.host is not None
+        for extent, number in copy.host.stretches(start, stop):
+            table = comb_table(pages[number : number + extent.count], extent.first)
+            hashes = None if self._verify == "off" else extent.slab.hashes
+            try:
+                event = self._stream.copy_pages(
+                    self._kv.tensor, extent.slab.data, table, to_host=not copy.is_restore, hashes=hashes
+                )
+            except (RuntimeError, ValueError, MemoryError) as error:
+                copy.events.append(FailedEvent(error))
+                return
+            copy.events.append(event)
+
+    def _choose_hashes(self, copy: Copy, start: int) -> None:
+        """Mark the pages that are hashed on their way out."""
+        assert copy.host is not None
+        if self._verify == "off":
+            return
+        for extent, number in copy.host.stretches(start, copy.host.num_pages):
+            marks = extent.slab.hashes[extent.first : extent.first + extent.count]
+            if self._verify == "all":
+                marks.fill_(1)
+            else:
+                marks.zero_()
+                marks[(copy.sequence.id - number) % _SAMPLED :: _SAMPLED] = 1
+                if number + extent.count == copy.host.num_pages:
+                    marks[-1] = 1
+
+    def _land(self, copy: Copy, ending: Ending, now_s: float) -> Landed:
+        del self._copies[copy.sequence.id]
+        if copy in self._queue:
+            self._queue.remove(copy)
+        if ending is Ending.OVERDUE:
+            self._overdue[copy.id] = copy
+        elif ending is not Ending.DONE or copy.is_discarded:
+            self._release(copy.host)
+            self._drop_file(copy.file)
+        elif copy.is_restore:
+            self._resident(copy)
+        elif copy.host is not None:
+            self._hosts[copy.sequence.id] = copy.host
+        elif copy.file is not None:
+            self._files[copy.sequence.id] = copy.file
+        if self.disk is not None and copy.tier is Tier.DISK and ending is not Ending.DONE and not copy.is_discarded:
+            self.disk.failed(now_s)
+        return self._report(copy, ending, now_s)
+
+    def _late(self, now_s: float) -> list[Landed]:
+        late = [copy for copy in self._overdue.values() if copy.ending(float("-inf")) is not None]
+        for copy in late:
+            del self._overdue[copy.id]
+            self._release(copy.host)
+            self._drop_file(copy.file)
+        return [self._report(copy, Ending.LATE, now_s) for copy in late]
+
+    def _report(self, copy: Copy, ending: Ending, now_s: float) -> Landed:
+        copy_ms = (now_s - copy.started_s) * 1e3
+        num_bytes = copy.num_bytes if ending is Ending.DONE else 0
+        return Landed(copy.sequence, copy.is_restore, ending, num_bytes, copy_ms, copy.id, copy.tier, copy.error)
+
+    def _resident(self, copy: Copy) -> None:
+        """The sequence is back: its host pages are kept for the next park."""
+        if copy.host is not None:
+            self._kept[copy.sequence.id] = copy.host
+        self._drop_file(copy.file)
+
+    def _release(self, host: Host | None) -> None:
+        if host is not None:
+            self.arena.give_back(host.extents, time.monotonic())
+
+    def _drop_file(self, file: ParkFile | None) -> None:
+        if file is not None and self.disk is not None:
+            self.disk.drop(file)

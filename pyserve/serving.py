@@ -10,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pyserve.disk_tier import DiskTier
 from pyserve.engine import Engine, EngineHandle, EngineInfo
 from pyserve.kv_store import KvStore
 from pyserve.ledger import Ledger
 from pyserve.models.load import Model, load
 from pyserve.models.spec import ModelSpec
+from pyserve.ops import CopyStream
 from pyserve.park import Parking
 from pyserve.plan import Limits
 from pyserve.runner import Runner
@@ -98,14 +100,36 @@ def build_engine(model: Model, settings: Settings, num_threads: int) -> Engine:
         kv_type=settings.kv_type,
         num_threads=num_threads,
         max_queue=settings.max_queue,
+        tiers=_tiers(settings),
     )
     runner = Runner(model.program, kv, num_slots=settings.parallel, pages_per_sequence=num_pages)
-    return Engine(info, Ledger(limits), runner, Parking(kv, budget_bytes=budget_bytes))
+    return Engine(info, Ledger(limits), runner, _parking(kv, settings))
+
+
+def _parking(kv: KvStore, settings: Settings) -> Parking:
+    """The tiers. Raises SettingsError when the directory of the disk tier cannot be used."""
+    stream = CopyStream()
+    disk = None
+    if "disk" in _tiers(settings):
+        limit_bytes = settings.preempt_disk_limit_mib << 20
+        disk = DiskTier(Path(str(settings.preempt_disk)), limit_bytes=limit_bytes, pool=kv.tensor, stream=stream)
+    budget_bytes = settings.preempt_ram_mib << 20
+    return Parking(kv, budget_bytes=budget_bytes, stream=stream, disk=disk, verify=settings.verify_parks)
+
+
+def _tiers(settings: Settings) -> tuple[str, ...]:
+    """Where parked state may be, in order of preference; nothing where parking is off."""
+    if not settings.preempt_ram_mib:
+        return ()
+    has_disk = settings.preempt_disk is not None and settings.preempt_disk_limit_mib > 0
+    return ("ram", "disk", "recompute") if has_disk else ("ram", "recompute")
 
 
 def _chat_template(model: Model) -> ChatTemplate:
     tokenizer = model.tokenizer
-    bos, eos = (None if token is None else tokenizer.token_text(token) for token in (tokenizer.bos_id, tokenizer.eos_id))
+    bos, eos = (
+        None if token is None else tokenizer.token_text(token) for token in (tokenizer.bos_id, tokenizer.eos_id)
+    )
     return ChatTemplate(model.chat_template, bos=bos, eos=eos)
 
 

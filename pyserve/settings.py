@@ -17,6 +17,7 @@ from pyserve.errors import SettingsError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 KV_TYPES = ("f16", "bf16", "f32")
+VERIFY = ("off", "sample", "all")
 ON_OFF = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
 # Read by other parts of pyserve or by the build, so not a mistake of the user's when they are set.
 OTHER_VARIABLES = frozenset({"PYSERVE_CPU_ISA", "PYSERVE_BUILD_DIR"})
@@ -40,6 +41,9 @@ class Settings:
     page_size: int = 16
     kv_type: str = "f16"
     preempt_ram_mib: int = 8192
+    preempt_disk: str | None = None
+    preempt_disk_limit_mib: int = 65536
+    verify_parks: str = "sample"
     preempt_async: bool = True
     preempt_every: int = 0
     preempt_planner: bool = True
@@ -147,6 +151,12 @@ OPTIONS: tuple[Option, ...] = (
            "number type of K and V in the pool"),
     Option("preempt_ram_mib", ("--preempt-ram",), "PYSERVE_PREEMPT_RAM", "MiB", _integer(0),
            "most host memory that parked sequences may hold; 0 switches parking off"),
+    Option("preempt_disk", ("--preempt-disk",), "PYSERVE_PREEMPT_DISK", "DIR", _text,
+           "directory for parked sequences that the memory budget does not take", default_text="none"),
+    Option("preempt_disk_limit_mib", ("--preempt-disk-limit",), "PYSERVE_PREEMPT_DISK_LIMIT", "MiB", _integer(0),
+           "most disk space that parked sequences may take"),
+    Option("verify_parks", ("--verify-parks",), "PYSERVE_VERIFY_PARKS", "|".join(VERIFY), _one_of(VERIFY),
+           "pages whose hash is taken when they are parked and checked when they are restored; sample is every eighth"),
     Option("preempt_async", ("--preempt-async",), "PYSERVE_PREEMPT_ASYNC", "on|off", _switch,
            "copy parked and restored state beside the decoding steps instead of between them", is_switch=True),
     Option("preempt_every", ("--preempt-every",), "PYSERVE_PREEMPT_EVERY", "TOKENS", _integer(0),

@@ -32,6 +32,7 @@ def take_snapshot(
         transfer_pages=ledger.transfer_pages,
         requests_preempted=sum(slot.is_preempted for slot in slots),
         preempt_ram_bytes=parking.held_bytes,
+        preempt_disk_bytes=parking.disk_bytes,
         last_step_at_s=last_step_at_s,
         is_stuck=is_stuck,
     )

@@ -157,7 +157,7 @@ class SlotSnapshot:
     remaining_tokens: int = -1
     cells: int = 0  # token positions held in the pool
     pages: tuple[int, ...] = ()
-    tier: str | None = None  # where the parked state is: ram, recompute
+    tier: str | None = None  # where the parked state is: ram, disk, recompute
     parked_bytes: int = 0
     parked_ms: float = 0.0
     sampling: SamplingParams | None = None
@@ -177,6 +177,7 @@ class Snapshot:
     transfer_pages: int = 0  # held for a copy in flight
     requests_preempted: int = 0
     preempt_ram_bytes: int = 0
+    preempt_disk_bytes: int = 0
     last_step_at_s: float = 0.0  # time.monotonic()
     is_stuck: bool = False
 
@@ -196,6 +197,8 @@ class Counters:
     preempts: int = 0
     resumes: int = 0
     recomputes: int = 0
+    copies_failed: int = 0  # parks and restores that did not go well, or not in time
+    hash_mismatches: int = 0  # restores of pages that were not what was parked
     parked_bytes: int = 0
     restored_bytes: int = 0
     failed: int = 0

@@ -204,7 +204,7 @@ def _props(state: ServerState) -> dict[str, Any]:
             "is_on": limits.park_budget_bytes > 0,
             "budget_bytes": limits.park_budget_bytes,
             "budget_tokens": limits.park_budget_tokens,
-            "tiers": ["ram", "recompute"] if limits.park_budget_bytes else [],
+            "tiers": list(limits.tiers),
             "is_async": limits.is_async,
             "is_pinned": limits.is_pinned,
         },

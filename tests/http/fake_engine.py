@@ -111,6 +111,7 @@ class FakeLimits:
     page_bytes: int = 4096
     park_budget_bytes: int = 8192 << 20
     park_budget_tokens: int = 100_000
+    tiers: tuple[str, ...] = ("ram", "recompute")
     is_async: bool = True
     is_pinned: bool = False
     kv_type: str = "f16"

@@ -1,0 +1,148 @@
+"""One sequence's copy in flight: the events that it consists of, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from pyserve.disk_tier import ParkFile
+from pyserve.host_arena import Extent
+from pyserve.ops import CopyFailed, PageMismatch
+from pyserve.sequence import Sequence, Tier
+
+log = logging.getLogger("pyserve.park")
+
+
+class Event(Protocol):
+    """What a copy stream or the disk tier gives for something that it does."""
+
+    @property
+    def copy_s(self) -> float: ...
+
+    def query(self) -> bool:
+        """Whether it is done. Never waits. Raises CopyFailed when it has ended and failed."""
+
+    def wait(self, timeout_s: float | None = None) -> bool: ...
+
+
+class Ending(Enum):
+    """How a copy ended, or that nobody waits for it any more."""
+
+    DONE = "done"
+    FAILED = "failed"
+    MISMATCH = "mismatch"  # a page was not what its hash says
+    OVERDUE = "overdue"  # its time is over and it may still be reading or writing its pages
+    LATE = "late"  # a copy that was overdue has ended: nothing touches its pages any more
+    MOVED = "moved"  # parked state went from memory to disk
+
+
+@dataclass(slots=True)
+class Host:
+    """Parked pages in the host arena, in the order of the sequence's pages."""
+
+    extents: list[Extent] = field(default_factory=list)
+    num_pages: int = 0
+    full_pages: int = 0  # leading pages that hold all their cells, so that they never change again (R23a)
+
+    def stretches(self, start: int, stop: int) -> list[tuple[Extent, int]]:
+        """The pages [start, stop) as extents, each with the number of its first page."""
+        found = []
+        number = 0
+        for extent in self.extents:
+            low, high = max(start, number), min(stop, number + extent.count)
+            if low < high:
+                found.append((Extent(extent.slab, extent.first + low - number, high - low), low))
+            number += extent.count
+        return found
+
+
+@dataclass(eq=False, slots=True)
+class Copy:
+    """One sequence's way out of the pool, or back. It owns the memory or the file at its other end."""
+
+    id: int
+    sequence: Sequence
+    tier: Tier
+    is_restore: bool
+    num_bytes: int
+    started_s: float
+    deadline_s: float
+    host: Host | None = None
+    file: ParkFile | None = None
+    pages: Items[int] = ()  # of a park that waits for host memory: what to copy
+    events: list[Event] = field(default_factory=list)
+    is_queued: bool = False  # nothing is posted yet
+    is_discarded: bool = False  # the sequence has ended
+    error: str = ""
+    is_mismatch: bool = False
+    is_query_failure_told: bool = False
+
+    @property
+    def copy_s(self) -> float:
+        return sum(event.copy_s for event in self.events)
+
+    def ending(self, now_s: float) -> Ending | None:
+        """None: it goes on. Never waits."""
+        if not self.is_queued and all(self._has_ended(event) for event in self.events):
+            if self.is_mismatch:
+                return Ending.MISMATCH
+            return Ending.FAILED if self.error else Ending.DONE
+        if now_s < self.deadline_s:
+            return None
+        if not self.error:
+            self.error = f"not done after {now_s - self.started_s:.0f} s"
+        return Ending.FAILED if self.is_queued else Ending.OVERDUE
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until something has happened. For a worker thread."""
+        for event in self.events:
+            try:
+                if not event.wait(timeout_s):
+                    return
+            except RuntimeError:  # `ending` says what it means
+                continue
+
+    def _has_ended(self, event: Event) -> bool:
+        try:
+            return event.query()
+        except CopyFailed as error:
+            self.error = str(error)
+            self.is_mismatch = self.is_mismatch or isinstance(error, PageMismatch)
+            return True
+        except Exception as error:  # no answer: the copy may still be at work
+            if not self.is_query_failure_told:
+                log.error("cannot tell whether the copy of sequence %d is done: %s", self.sequence.id, error)
+            self.is_query_failure_told = True
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """What has become of one copy. Bytes are those that were moved."""
+
+    sequence: Sequence
+    is_restore: bool
+    ending: Ending
+    num_bytes: int
+    copy_ms: float  # from the moment it was asked for
+    copy_id: int
+    tier: Tier
+    error: str = ""
+
+
+class FailedEvent:
+    """Stands for a copy that could not be posted."""
+
+    copy_s = 0.0
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def query(self) -> bool:
+        raise CopyFailed(str(self._error) or type(self._error).__name__)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self.query()

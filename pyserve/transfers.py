@@ -1,0 +1,133 @@
+"""Between ledger and tiers: starts the copies that a plan asks for, and tells ledger, clients and log how they ended.
+
+Whatever goes wrong with a copy ends here as the same thing: one line in the log, and the sequence is computed again
+(R23, R23b). Nothing is continued on state that is not known to be right, and no sequence ends for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+
+from pyserve.ledger import Ledger
+from pyserve.park import Ending, Landed, Parking
+from pyserve.plan import Park, Restore
+from pyserve.sequence import Tier
+from pyserve.task import Task
+from pyserve.types import Counters, Event, Preempted, Resumed
+
+log = logging.getLogger("pyserve.park")
+
+
+class Transfers:
+    """Parks and restores of the engine's tasks. `post` queues an event for a task's client."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        parking: Parking,
+        tasks: Mapping[int, Task],
+        counters: Counters,
+        post: Callable[[Task, Event], None],
+    ) -> None:
+        self._ledger = ledger
+        self._parking = parking
+        self._tasks = tasks
+        self._counters = counters
+        self._post = post
+        self._page_size = ledger.limits.page_size
+
+    def collect(self) -> None:
+        """Take note of every copy that has ended. Never waits."""
+        for landed in self._parking.landed():
+            self._land(landed)
+
+    def start(self, parks: Items[Park], restores: Items[Restore]) -> None:
+        """Post the copies of an applied plan."""
+        for park in parks:
+            self._start_park(park)
+        for restore in restores:
+            self._start_restore(restore)
+
+    def prepare(self) -> None:
+        """Have host memory ready before a park needs it: once the pool is half full, as much as the smallest resident
+        can hold at most.
+        """
+        ledger = self._ledger
+        if not ledger.limits.is_parking_on:
+            return
+        num_running = ledger.num_running
+        num_available = ledger.free_pages + ledger.cached_pages
+        is_near = ledger.limits.preempt_every > 0 or (num_running > 1 and num_available * 2 < ledger.limits.num_pages)
+        if is_near and num_running:
+            self._parking.prepare(-(-ledger.limits.num_pages // num_running))
+
+    def _land(self, landed: Landed) -> None:
+        counters, sequence = self._counters, landed.sequence
+        task = self._tasks.get(sequence.id)  # None: ended meanwhile
+        if landed.ending is Ending.LATE:
+            self._ledger.overdue_landed(landed.copy_id)
+            log.info("an overdue copy of sequence %d has ended after %.0f ms", sequence.id, landed.copy_ms)
+            return
+        self._count(landed)
+        if landed.ending is not Ending.DONE and task is not None:
+            log.error(
+                "request=%s index=%d: its copy %s failed (%s); it will be computed again",
+                task.request_id, sequence.index,
+                f"{'from' if landed.is_restore else 'to'} {landed.tier}", landed.error,
+            )  # fmt: skip
+        if landed.ending is Ending.OVERDUE:
+            self._ledger.copy_overdue(sequence, landed.copy_id, time.monotonic() * 1e3)
+            return
+        is_ok = landed.ending is Ending.DONE
+        if landed.is_restore:
+            counters.restored_bytes += landed.num_bytes
+            (self._ledger.restore_landed if is_ok else self._ledger.restore_failed)(sequence)
+            if task is not None:
+                self._resumed(task, landed.num_bytes, landed.copy_ms)
+        else:
+            counters.parked_bytes += landed.num_bytes
+            (self._ledger.park_landed if is_ok else self._ledger.park_failed)(sequence)
+            if task is not None:
+                task.log_park(landed.num_bytes, landed.copy_ms, self._ledger.free_pages)
+
+    def _count(self, landed: Landed) -> None:
+        counters = self._counters
+        counters.observe("restore_copy_s" if landed.is_restore else "park_copy_s", landed.copy_ms / 1e3)
+        if landed.ending is Ending.MISMATCH:
+            counters.hash_mismatches += 1
+        elif landed.ending is not Ending.DONE:
+            counters.copies_failed += 1
+
+    def _start_park(self, park: Park) -> None:
+        sequence = park.sequence
+        task = self._tasks[sequence.id]
+        task.preempted(time.monotonic(), park.reason, self._ledger.free_pages)
+        self._counters.preempts += 1
+        self._post(task, Preempted(sequence.index))
+        if park.tier.is_copy:
+            num_pages = -(-sequence.num_computed // self._page_size)
+            self._parking.park(sequence, sequence.pages[:num_pages], park.tier)
+        else:
+            self._parking.discard([sequence])  # what is kept of an earlier park
+            task.log_park(0, 0.0, self._ledger.free_pages)
+
+    def _start_restore(self, restore: Restore) -> None:
+        sequence = restore.sequence
+        task = self._tasks[sequence.id]
+        if restore.tier is Tier.RECOMPUTE:  # its pages were dropped: it runs at once and computes them again
+            self._counters.recomputes += 1
+            self._parking.discard([sequence])
+        elif self._parking.restore(sequence, sequence.pages, cached_pages=restore.cached_pages):
+            return
+        else:
+            self._ledger.restore_landed(sequence)
+        self._resumed(task, 0, 0.0)
+
+    def _resumed(self, task: Task, num_bytes: int, copy_ms: float) -> None:
+        self._counters.resumes += 1
+        stall_s = task.resumed(time.monotonic(), num_bytes, copy_ms, self._ledger.free_pages)
+        self._counters.observe("preempted_s", stall_s)
+        self._post(task, Resumed(task.sequence.index))
