@@ -171,11 +171,8 @@ bool can_move(const PageCopy& copy, const void* packed) {
 
 template <bool has_hash>
 auto move_kernel(Move move) {
-  switch (move) {
-    case Move::gather: return page_move_kernel<Move::gather, has_hash>;
-    case Move::scatter: return page_move_kernel<Move::scatter, has_hash>;
-    default: return page_move_kernel<Move::hash, has_hash>;
-  }
+  if (move == Move::hash) return page_move_kernel<Move::hash, true>;
+  return move == Move::gather ? page_move_kernel<Move::gather, has_hash> : page_move_kernel<Move::scatter, has_hash>;
 }
 
 int launch_move(const PageCopy& copy, Move move, void* packed, int64_t packed_base, uint64_t* hashes, const PieceList& list, cudaStream_t stream) {

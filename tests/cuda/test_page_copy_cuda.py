@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.cuda.build import POLICIES
+from tests.cuda.build import CSRC, POLICIES
 from tests.cuda.device import AUTOMATIC, BATCHED, CALLS, KERNEL, CudaFailed, Device, comb_table, page_hashes
 
 PAGE = 4096 + 32  # not a whole number of blocks' strides
@@ -67,6 +67,39 @@ def test_hashes_are_of_what_was_copied(device: Device, way: int, to_host: bool) 
     assert (host == pool[pages]).all()
     assert (hashes == page_hashes(host)).all()
     assert len(set(hashes.tolist())) == 6
+
+
+def barrier_lines() -> list[int]:
+    lines = (CSRC / "page_move.cuh").read_text().splitlines()
+    return [number for number, line in enumerate(lines, 1) if "__syncthreads()" in line]
+
+
+@pytest.mark.parametrize("line", barrier_lines())
+def test_no_barrier_is_there_in_vain(device: Device, line: int) -> None:
+    """Without it some schedule gives a wrong hash."""
+    pages = list(range(0, 200, 2))  # several a block
+    pool, stream = device.pool(200, 4096), device.stream()
+    hashes = device.memory(np.zeros(100, np.uint64), is_pinned=False)
+    device.library.skip("page_move.cuh", line)
+    wrong = 0
+    for policy in POLICIES:
+        device.library.configure(policy, seed=1)
+        device.hash(pool, comb_table(pages), hashes, stream)
+        device.synchronize(stream)
+        wrong += not (hashes == page_hashes(pool[pages])).all()
+    device.library.skip("", 0)
+    assert wrong > 0
+
+
+def test_the_whole_hash_is_right_with_every_barrier_in_place(device: Device) -> None:
+    pages = list(range(0, 200, 2))
+    pool, stream = device.pool(200, 4096), device.stream()
+    hashes = device.memory(np.zeros(100, np.uint64), is_pinned=False)
+    for policy in POLICIES:
+        device.library.configure(policy, seed=1)
+        device.hash(pool, comb_table(pages), hashes, stream)
+        device.synchronize(stream)
+        assert (hashes == page_hashes(pool[pages])).all()
 
 
 def test_a_hash_notices_two_words_that_changed_places() -> None:
