@@ -108,7 +108,8 @@ def launched(command: Sequence[str], port: int, environment: Mapping[str, str]) 
         finally:
             code = server.stop()
         assert code == 0, f"exit code {code}:\n{server.log_tail()}"
-        assert "Traceback" not in log.read_text(errors="replace"), server.log_tail()
+        printed = log.read_text(errors="replace")
+        assert "Traceback" not in printed and " ERROR " not in printed, server.log_tail()
 
 
 def _wait_until_ready(server: Server) -> None:
