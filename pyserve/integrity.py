@@ -18,8 +18,14 @@ def check(view: View, slots: List[Sequence | None], filling: Mapping[int, int]) 
     _check_pages(view, filling)
     for sequence in [*view.live.values(), *view.departing.values()]:
         _check_sequence(sequence, view.limits.page_size, slots)
-    assert all(each.debt == view.debt_of(each) for each in view.running.values()), "a debt is out of date"
+    is_current = all((each.debt, each.entry_debt) == view.debts_of(each) for each in view.running.values())
+    assert is_current, "a debt is out of date"
     assert view.debt == sum(each.debt for each in view.running.values()), "the debts do not add up"
+    assert view.entry_debt == sum(each.entry_debt for each in view.running.values()), "entry debts do not add up"
+    decoding = {id for id, each in view.running.items() if each.num_pending == 1}
+    assert decoding == view.decoding.keys(), "decoding is out of date"
+    short = {id for id, each in view.running.items() if view.is_short(each) and id not in view.oversized}
+    assert short == view.short.keys(), "short is out of date"
     num_occupied = sum(each is not None for each in slots)
     assert num_occupied + len(view.free_slots) == view.limits.num_slots, "a slot is lost"
 

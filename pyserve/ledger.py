@@ -154,30 +154,40 @@ class Ledger:
             self.finish(failure.sequence, now_ms)
         for park in plan.parks:
             self._park(park, now_ms)
-        self._enter_all(plan, now_ms)
+        if plan.restores or plan.admissions:
+            self._enter_all(plan, now_ms)
         self._view.rotation_head = plan.rotation_head
         if plan.refused_rotation is not None:
             plan.refused_rotation.is_refusal_told = True
         missing = self._allocate_rows(plan.rows)
         if missing:
             plan = self._take_last_resort(plan, missing, now_ms)
-        return replace(plan, num_evictions=self._num_evicted - num_evicted)
+        num_evicted = self._num_evicted - num_evicted
+        return plan if plan.num_evictions == num_evicted else replace(plan, num_evictions=num_evicted)
 
     def step_done(self, rows: Iterable[Row], sampled: dict[int, int]) -> None:
         """The step ran. `sampled`: the next token of each row that samples, by sequence id."""
-        size = self.limits.page_size
-        for sequence, start, length, samples in rows:
-            if sequence.state is not State.RUNNING:
-                continue
-            end = start + length
-            sequence.num_computed = end
-            if end > sequence.progress:
-                sequence.progress = end
-            if end // size > start // size:
-                self._register(sequence)
-            token = sampled.get(sequence.id) if samples else None
-            if token is not None:
-                self._append(sequence, token)
+        running = State.RUNNING
+        decoding = self._view.decoding
+        for row in rows:
+            sequence, start, _, samples = row
+            id = sequence.id
+            if samples and id in decoding and id in sampled:  # the steady state, and all that it costs
+                tokens = sequence.tokens
+                tokens.append(sampled[id])
+                sequence.num_computed = start + 1
+                if len(tokens) >= sequence.next_count_len:
+                    self._count_pages(sequence)
+            elif sequence.state is running:
+                self._advance(row, sampled.get(id) if samples else None)
+
+    def _advance(self, row: Row, token: int | None) -> None:
+        """A prompt chunk, or a row whose token nobody wants."""
+        sequence = row.sequence
+        sequence.num_computed = row.start + row.length
+        if token is not None:
+            sequence.tokens.append(token)
+        self._count_pages(sequence)
 
     # Landings
 
@@ -203,18 +213,21 @@ class Ledger:
     def drop_parked(self, sequence: Sequence) -> None:
         """The parked copy of a PREEMPTED sequence is gone: it will be computed again."""
         sequence.tier = Tier.RECOMPUTE
+        sequence.progress = sequence.furthest
         sequence.num_computed = sequence.parked_cells = 0
 
     def restore_landed(self, sequence: Sequence) -> None:
         """The copy back is done: the sequence runs again."""
         if self._end_restore(sequence):
-            self._register(sequence)
+            self._start_running(sequence)
 
     def restore_failed(self, sequence: Sequence) -> None:
         """The copy back failed: the sequence runs as a prompt, from the pages that it shares on."""
         if self._end_restore(sequence):
             assert sequence.cache_node is not None
+            sequence.progress = sequence.furthest
             sequence.num_computed = sequence.cache_node.depth * self.limits.page_size
+            self._start_running(sequence)
 
     def moved_to_disk(self, sequence: Sequence) -> None:
         """The parked copy of a PREEMPTED sequence is on disk now."""
@@ -298,6 +311,7 @@ class Ledger:
             sequence.num_forced_parks = sequence.num_generated // self.limits.preempt_every
         if park.tier is Tier.RECOMPUTE:
             self._release_pages(sequence)
+            sequence.progress = sequence.furthest
             sequence.num_computed = sequence.parked_cells = 0
             sequence.state = State.PREEMPTED
             self._view.parked[sequence.id] = sequence
@@ -353,7 +367,6 @@ class Ledger:
             self._free_slot(sequence)
             return False
         del view.restoring[sequence.id]
-        self._start_running(sequence)
         return True
 
     def _admit(self, admission: Admission) -> None:
@@ -364,34 +377,44 @@ class Ledger:
         sequence.slot = admission.slot
         sequence.num_computed = admission.cached_pages * self.limits.page_size
         sequence.num_cached = sequence.num_computed
-        sequence.progress = sequence.num_computed
         self._start_running(sequence)
 
     def _start_running(self, sequence: Sequence) -> None:
         sequence.state = State.RUNNING
         self._view.running[sequence.id] = sequence
-        self._set_debt(sequence)
+        self._count_pages(sequence)
 
     def _stop_running(self, sequence: Sequence) -> None:
-        del self._view.running[sequence.id]
-        self._view.debt -= sequence.debt
-        sequence.debt = 0
+        view, id = self._view, sequence.id
+        del view.running[id]
+        view.decoding.pop(id, None)
+        view.short.pop(id, None)
+        view.debt -= sequence.debt
+        view.entry_debt -= sequence.entry_debt
+        sequence.debt = sequence.entry_debt = 0
 
-    def _append(self, sequence: Sequence, token: int) -> None:
-        sequence.tokens.append(token)
+    def _count_pages(self, sequence: Sequence) -> None:
+        """Looks at a running sequence whose tokens entered a page, or that stands elsewhere than one step ago."""
+        view, id = self._view, sequence.id
         num_tokens = len(sequence.tokens)
+        sequence.next_count_len = view.next_count_len(num_tokens)
+        self._register(sequence)
+        if num_tokens - sequence.num_computed == 1:
+            view.decoding[id] = sequence
+        else:
+            view.decoding.pop(id, None)
         if num_tokens > self.limits.context_len:
-            self._view.oversized[sequence.id] = sequence
-        size = self.limits.page_size
-        # The pages that it wants change only when its runway, or its last token, enters a new one.
-        if (num_tokens + self._view.pressure_runway) % size == 1 % size or num_tokens > sequence.max_cells:
-            self._set_debt(sequence)
+            view.oversized[id] = sequence
+        elif view.is_short(sequence):
+            view.short[id] = sequence
+        self._set_debts(sequence)
 
-    def _set_debt(self, sequence: Sequence) -> None:
+    def _set_debts(self, sequence: Sequence) -> None:
         view = self._view
-        debt = view.debt_of(sequence)
+        debt, entry_debt = view.debts_of(sequence)
         view.debt += debt - sequence.debt
-        sequence.debt = debt
+        view.entry_debt += entry_debt - sequence.entry_debt
+        sequence.debt, sequence.entry_debt = debt, entry_debt
 
     def _free_slot(self, sequence: Sequence) -> None:
         assert sequence.slot is not None and self._slots[sequence.slot] is sequence
@@ -437,24 +460,26 @@ class Ledger:
 
     # Rows and the last resort
 
-    def _allocate_rows(self, rows: Iterable[Row]) -> list[Row]:
-        """Gives each row its pages. Returns the rows that found none."""
-        size = self.limits.page_size
-        missing = []
-        for row in rows:
-            sequence = row.sequence
-            end = row.start + row.length
-            if end <= len(sequence.pages) * size:
-                continue
-            needed = -(-end // size)
-            if needed - len(sequence.pages) <= self._view.pool.num_available:
+    def _allocate_rows(self, rows: Iterable[Row]) -> list[Sequence]:
+        """Gives the sequences of `rows` their pages; a prompt's were reserved when it entered. Returns those that found
+        none.
+        """
+        view, short = self._view, self._view.short
+        if not short:
+            return []
+        missing: list[Sequence] = []
+        is_enough = view.debt <= view.pool.num_available  # for every one that is short: no need to look at all rows
+        for sequence in list(short.values()) if is_enough else [row[0] for row in rows if row[0].id in short]:
+            needed = self._num_pages(len(sequence.tokens))
+            if needed - len(sequence.pages) <= view.pool.num_available:
                 self._extend(sequence, needed)
-                self._set_debt(sequence)
+                del short[sequence.id]
+                self._set_debts(sequence)
             else:
-                missing.append(row)
+                missing.append(sequence)
         return missing
 
-    def _take_last_resort(self, plan: Plan, missing: list[Row], now_ms: float) -> Plan:
+    def _take_last_resort(self, plan: Plan, missing: list[Sequence], now_ms: float) -> Plan:
         """Nothing of the step was computed yet, so every sequence is at a token boundary and rows can be dropped."""
         parks, failures = list(plan.parks), list(plan.failures)
         while missing and not self._view.preempting:
@@ -472,8 +497,8 @@ class Ledger:
                 victim = max(self._view.running.values(), key=lambda each: (own(each.pages), each.id))
                 failures.append(Failure(victim, "pool_full"))
                 self.finish(victim, now_ms)
-            missing = self._allocate_rows([row for row in missing if row.sequence is not victim])
-        dropped = {row.sequence.id for row in missing}
+            missing = self._allocate_rows([row for row in plan.rows if row.sequence in missing])
+        dropped = {each.id for each in missing}
         rows = tuple(row for row in plan.rows if row.sequence.state is State.RUNNING and row.sequence.id not in dropped)
         is_freeing = bool(failures) or any(park.tier is Tier.RECOMPUTE for park in parks)
         must_wait = not rows and self._view.is_copying and not is_freeing

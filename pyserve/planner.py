@@ -27,7 +27,7 @@ Not exact: pages that two victims of the same plan share are not counted as gain
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from pyserve.plan import Admission, Failure, Park, ParkReason, Plan, Restore, Row
@@ -50,6 +50,12 @@ def plan(view: View, now_ms: float, room: Room) -> Plan:
     if view.waiting and view.free_slots and not draft.is_restore_due:
         draft.admit()
     return draft.finish()
+
+
+def decode_rows(sequences: Iterable[Sequence]) -> list[Row]:
+    """One token each. Rows are made here in every step: past the named tuple's slow constructor."""
+    new = tuple.__new__
+    return [new(Row, (sequence, sequence.num_computed, 1, True)) for sequence in sequences]
 
 
 class _Draft:
@@ -177,7 +183,7 @@ class _Draft:
         vacated = self._vacated if not victims else set(self._vacated)
         for victim in victims:
             num_own = self._view.pool.num_own(victim.pages)
-            gain += num_own + self._runway_debt(victim)
+            gain += num_own + victim.entry_debt
             vacated.update(victim.pages[len(victim.pages) - num_own :])
         return self._cost(head, vacated) + reserve <= self._available + self._leaving + gain
 
@@ -185,10 +191,8 @@ class _Draft:
 
     def _entry_reserve(self) -> int:
         """Pages that those who run may claim before a newcomer does (R9)."""
-        return sum(self._runway_debt(each) for each in self._view.running.values() if each.id not in self._gone)
-
-    def _runway_debt(self, sequence: Sequence) -> int:
-        return max(0, self._view.wanted_pages(sequence, self._view.entry_runway) - len(sequence.pages))
+        running = self._view.running
+        return self._view.entry_debt - sum(running[id].entry_debt for id in self._gone if id in running)
 
     def _cost(self, sequence: Sequence, vacated: set[int]) -> int:
         """Available pages that it takes to bring all of `sequence` in, with its runway, once `vacated` are let go."""
@@ -256,22 +260,20 @@ class _Draft:
 
     def _rows(self) -> list[Row]:
         """Decode rows, then prompt chunks within `batch_tokens`."""
-        rows: list[Row] = []
-        prompts: list[tuple[Sequence, int]] = []
-        for sequence in self._row_order():
-            computed = sequence.num_computed
-            num_pending = len(sequence.tokens) - computed
-            if num_pending == 1:
-                rows.append(Row(sequence, computed, 1, True))
-            elif num_pending:
-                prompts.append((sequence, computed))
-        if prompts or self._entered:
-            self._add_chunks(rows, prompts + self._entered)
+        view = self._view
+        if not self._gone and self._debt <= self._available:
+            rows = decode_rows(view.decoding.values())
+            if len(rows) < len(view.running) or self._entered:
+                self._add_chunks(rows, [each for each in view.running.values() if each.id not in view.decoding])
+            return rows
+        order = self._row_order()
+        rows = decode_rows(each for each in order if each.id in view.decoding)
+        self._add_chunks(rows, [each for each in order if each.id not in view.decoding])
         return rows
 
-    def _add_chunks(self, rows: list[Row], prompts: list[tuple[Sequence, int]]) -> None:
+    def _add_chunks(self, rows: list[Row], prompts: list[Sequence]) -> None:
         budget = self._view.limits.batch_tokens
-        for sequence, computed in prompts:
+        for sequence, computed in [*((each, each.num_computed) for each in prompts), *self._entered]:
             if not budget:
                 return
             num_pending = len(sequence.tokens) - computed
@@ -287,7 +289,7 @@ class _Draft:
             running = [each for each in running if each.id not in self._gone]
         if self._debt <= self._available:
             return running
-        leader = max(running, key=lambda each: (each.progress, -each.id), default=None)
+        leader = max(running, key=lambda each: (each.furthest, -each.id), default=None)
         if leader is not None:
             running.remove(leader)
             running.insert(0, leader)
@@ -298,7 +300,7 @@ class _Draft:
     def _fitting(self, running: list[Sequence]) -> Iterator[Sequence]:
         left = self._available
         for sequence in running:
-            needed = max(0, self._view.wanted_pages(sequence, 0) - len(sequence.pages))
+            needed = self._missing_pages(sequence)
             if needed <= left:
                 left -= needed
                 yield sequence
@@ -307,11 +309,9 @@ class _Draft:
         num_free = self._view.pool.num_free
         if max(0, self._debt) + self._fresh <= num_free:
             return 0
-        size = self._view.limits.page_size
-        running = self._view.running
-        steps = sum(
-            max(0, -(-(row.start + row.length) // size) - len(row.sequence.pages))
-            for row in rows
-            if row.sequence.id in running
-        )
+        short = self._view.short
+        steps = sum(self._missing_pages(row.sequence) for row in rows if row.sequence.id in short) if short else 0
         return max(0, self._fresh + steps - num_free)
+
+    def _missing_pages(self, sequence: Sequence) -> int:
+        return max(0, self._view.wanted_pages(sequence, 0) - len(sequence.pages))

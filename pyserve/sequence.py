@@ -45,11 +45,13 @@ class Sequence:
     __slots__ = (
         "cache_node",
         "debt",
+        "entry_debt",
         "group_id",
         "id",
         "index",
         "is_refusal_told",
         "max_cells",
+        "next_count_len",
         "num_cached",
         "num_computed",
         "num_forced_parks",
@@ -93,7 +95,9 @@ class Sequence:
         # The planner's own bookkeeping.
         self.max_cells = 0  # the most cells it can ever need
         self.debt = 0  # pages that its next step and runway need beyond those it holds
-        self.progress = 0  # the furthest that num_computed ever was; a recomputation does not set it back
+        self.entry_debt = 0  # the same with the runway that is clear when somebody enters
+        self.next_count_len = 0  # the number of tokens at which its pages and debts are looked at again
+        self.progress = 0  # how far num_computed was before it was last set back
         self.resident_since_ms = 0.0
         self.waiting_since_ms: float | None = None  # since it heads the waiting queue
         self.num_forced_parks = 0
@@ -113,6 +117,11 @@ class Sequence:
     def is_generating(self) -> bool:
         """Its prompt was computed; a recomputation after a park does not undo that."""
         return self.num_computed >= self.prompt_len or len(self.tokens) > self.prompt_len
+
+    @property
+    def furthest(self) -> int:
+        """The most that num_computed ever was; a recomputation does not cost a place."""
+        return max(self.progress, self.num_computed)
 
     def __repr__(self) -> str:
         return (

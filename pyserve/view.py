@@ -61,6 +61,8 @@ class View:
     live: dict[int, Sequence] = field(default_factory=dict)  # submitted and not ended
     waiting: deque[Sequence] = field(default_factory=deque)
     running: dict[int, Sequence] = field(default_factory=dict)
+    decoding: dict[int, Sequence] = field(default_factory=dict)  # running ones that have one token to compute
+    short: dict[int, Sequence] = field(default_factory=dict)  # running ones without a page for their last token
     preempting: dict[int, Sequence] = field(default_factory=dict)
     parked: dict[int, Sequence] = field(default_factory=dict)
     restoring: dict[int, Sequence] = field(default_factory=dict)
@@ -71,26 +73,33 @@ class View:
     pressure_runway: int = field(init=False)  # cells kept clear per sequence: none where a park lands at once
     rotation_head: Sequence | None = None  # parked, and room was made for it
     debt: int = 0  # the sum of the running sequences' debts
+    entry_debt: int = 0  # and of their entry debts
+    entry_runway: int = field(init=False)  # cells that are clear per sequence when one enters
+    _count_gaps: tuple[int, ...] = field(init=False)  # by the number of tokens modulo the page size
 
     def __post_init__(self) -> None:
         limits = self.limits
         is_ahead = limits.is_async and limits.is_planner_on and limits.is_parking_on
         self.pressure_runway = limits.runway_steps if is_ahead else 0
+        # `runway_steps` decode steps pass before anyone is parked.
+        self.entry_runway = self.pressure_runway + limits.runway_steps
+        size = limits.page_size
+        runways = (0, self.pressure_runway, self.entry_runway)
+        self._count_gaps = tuple(min(size - (len - 1 + runway) % size for runway in runways) for len in range(size))
 
     @property
     def is_copying(self) -> bool:
         return bool(self.preempting or self.restoring or self.departing or self.overdue)
 
-    @property
-    def entry_runway(self) -> int:
-        """Cells that are clear per sequence when one enters: `runway_steps` decode steps before anyone is parked."""
-        return self.pressure_runway + self.limits.runway_steps
-
     def wanted_pages(self, sequence: Sequence, runway: int) -> int:
         """Pages for all its tokens and `runway` cells more, within what it can ever need."""
-        cells = len(sequence.tokens)
-        cells = max(cells, min(cells + runway, sequence.max_cells))
-        return min(-(-cells // self.limits.page_size), self.limits.num_pages)
+        num_tokens = len(sequence.tokens)
+        cells = num_tokens + runway
+        if cells > sequence.max_cells:
+            cells = sequence.max_cells if sequence.max_cells > num_tokens else num_tokens
+        limits = self.limits
+        wanted = -(-cells // limits.page_size)
+        return wanted if wanted < limits.num_pages else limits.num_pages
 
     def is_behind_leader(self, sequence: Sequence) -> bool:
         """Its prompt is being computed by another sequence, whose pages it will share."""
@@ -102,7 +111,7 @@ class View:
     def leader(self) -> Sequence | None:
         """The resident that is furthest along; the older one of equals."""
         residents = [*self.running.values(), *self.restoring.values()]
-        return max(residents, key=lambda each: (each.progress, -each.id), default=None)
+        return max(residents, key=lambda each: (each.furthest, -each.id), default=None)
 
     def victims(self) -> list[Sequence]:
         """Whom to park, best first (R4)."""
@@ -121,6 +130,19 @@ class View:
         num_tokens = sequence.num_computed if is_copied else len(sequence.tokens)
         return (num_tokens - 1) // self.limits.page_size
 
-    def debt_of(self, sequence: Sequence) -> int:
-        """Pages that its next step and runway need beyond those it holds."""
-        return max(0, self.wanted_pages(sequence, self.pressure_runway) - len(sequence.pages))
+    def debts_of(self, sequence: Sequence) -> tuple[int, int]:
+        """Pages that its next step and runway need beyond those it holds, and those with the runway of an entry."""
+        held = len(sequence.pages)
+        debt = self.wanted_pages(sequence, self.pressure_runway) - held
+        entry_debt = self.wanted_pages(sequence, self.entry_runway) - held
+        return debt if debt > 0 else 0, entry_debt if entry_debt > 0 else 0
+
+    def is_short(self, sequence: Sequence) -> bool:
+        return len(sequence.tokens) > len(sequence.pages) * self.limits.page_size
+
+    def next_count_len(self, num_tokens: int) -> int:
+        """How many tokens a sequence of `num_tokens` has when next one of its pages is full or a runway enters one.
+
+        Nothing else changes the pages that a generating sequence wants or has, so in between nobody looks.
+        """
+        return num_tokens + self._count_gaps[num_tokens % self.limits.page_size]

@@ -141,6 +141,14 @@ class Driver:
             self.ledger.check_integrity()
         return plan
 
+    def patience(self) -> int:
+        """Iterations in which everybody here must have ended: a generous few for each token that anybody may have, and
+        at worst, with parks forced at every token and no tier that keeps anything, all chunks again for each.
+        """
+        chunks = self.limits.context_len // self.limits.batch_tokens
+        num_tokens = sum(self.limits.context_len + len(each.tokens) for each in self.ledger.live())
+        return (20 + chunks) * num_tokens + 50
+
     def run(self, max_iterations: int) -> None:
         """Until everybody ended; fails when that takes too long."""
         for _ in range(max_iterations):

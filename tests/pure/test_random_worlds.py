@@ -70,8 +70,7 @@ def test_everybody_ends_once_and_never_by_pressure(first_seed: int) -> None:
         dice = random.Random(seed)
         driver = random_driver(dice)
         walk(driver, dice)
-        num_tokens = sum(driver.limits.context_len + len(each.tokens) for each in driver.ledger.live())
-        driver.run(20 * num_tokens + 50)
+        driver.run(driver.patience())
         driver.check_all_ended()
         num_iterations += driver.num_iterations
     assert num_iterations > 2000

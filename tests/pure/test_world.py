@@ -91,8 +91,7 @@ class World(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         driver = self.driver
-        num_tokens = sum(driver.limits.context_len + len(each.tokens) for each in driver.ledger.live())
-        driver.run(20 * num_tokens + 50)
+        driver.run(driver.patience())
         driver.check_all_ended()
         self.steps.append(driver.num_iterations)
 
