@@ -22,6 +22,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -70,15 +72,18 @@ NVCC_FLAGS = ["-std=c++17", "-O3", "-Werror", "all-warnings", "-Xptxas", "-v"]
 
 
 def cuda_home() -> Path:
-    """Where CUDA's headers are. Raises FileNotFoundError when there is no toolkit."""
+    """Where CUDA's headers are: a toolkit, or PyPI's packages. Raises FileNotFoundError when there are none."""
     candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     nvcc = shutil.which("nvcc")
     if nvcc:
         candidates.append(str(Path(nvcc).resolve().parents[1]))
+    candidates.append(str(Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13"))
     for candidate in candidates:
         if candidate and (Path(candidate) / "include" / "cuda_fp16.h").is_file():
             return Path(candidate)
-    raise FileNotFoundError("no CUDA headers: set CUDA_HOME to a CUDA toolkit")
+    raise FileNotFoundError(
+        "no CUDA headers: install nvidia-cuda-runtime, nvidia-cuda-crt and nvidia-cuda-cccl, or set CUDA_HOME"
+    )
 
 
 def nvcc() -> str | None:
@@ -248,8 +253,6 @@ def run_child(sanitizer: str, script: Path, *arguments: str, timeout_s: float = 
     """Runs a Python script with the sanitizer's runtime loaded and PYSERVE_EMULATOR_SANITIZER set. Build first what it
     will load. TSan's reports give exit code 66, ASan's and UBSan's 1.
     """
-    import sys
-
     environment = {
         **os.environ,
         "PYSERVE_EMULATOR_SANITIZER": sanitizer,

@@ -1,80 +1,24 @@
-// Fibers, the order in which they run, and launches.
+// The order in which threads and blocks run, and launches.
 #include "engine.h"
 
 #include <sched.h>
-#include <sys/mman.h>
 
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <new>
-#include <vector>
 
-#ifdef EMULATOR_ASAN
-#include <sanitizer/asan_interface.h>
-#include <sanitizer/common_interface_defs.h>
-#endif
+#include "fiber.h"
+
 #ifdef EMULATOR_TSAN
 #include <sanitizer/tsan_interface.h>
 #endif
-
-#ifndef __x86_64__
-#error "switch_stack is written for x86-64; add this machine's"
-#endif
-
-// Saves the callee-saved registers and the stack pointer at *save, and goes on where `to` was saved.
-extern "C" __attribute__((visibility("hidden"))) void emulator_switch_stack(void** save, void* to);
-asm(R"(
-.text
-.hidden emulator_switch_stack
-.globl emulator_switch_stack
-.type emulator_switch_stack,@function
-emulator_switch_stack:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp,(%rdi)
-  movq %rsi,%rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-.size emulator_switch_stack,.-emulator_switch_stack
-)");
 
 namespace emulator {
 
 Engine engine;
 
 namespace {
-
-constexpr size_t kStackBytes =
-#if defined(EMULATOR_ASAN) || defined(EMULATOR_TSAN)
-    256 << 10;
-#else
-    128 << 10;
-#endif
-constexpr size_t kGuardPage = 4096;
-
-struct Host {  // the side that called launch
-  void* stack_pointer = nullptr;
-  const std::function<void()>* body = nullptr;
-  uint64_t random_state = 1;
-  char error_text[768];
-  char* begin = nullptr;  // TSan: addresses of this launch's own start and end, so that launches of different streams are not ordered
-  char* end = nullptr;
-  void* asan_stack = nullptr;
-  const void* stack_bottom = nullptr;
-  size_t stack_bytes = 0;
-  void* tsan_fiber = nullptr;
-} host;
 
 struct ReadyList {  // a ring of thread numbers
   unsigned* items = nullptr;
@@ -108,118 +52,16 @@ class LaunchLock {
 };
 bool LaunchLock::is_held = false;
 
-char* new_stack() {
-  void* memory = mmap(nullptr, kStackBytes + kGuardPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) std::abort();
-  mprotect(memory, kGuardPage, PROT_NONE);
-  return static_cast<char*>(memory) + kGuardPage;
-}
-
-#ifdef EMULATOR_TSAN
-// A TSan fiber and its stack stay together. Each block of a launch gets fibers that no earlier block of it had, for as long as there are any: program order
-// would link the blocks and hide races between them. Each host thread has its own, for the same reason.
-struct FiberPool {
-  static constexpr unsigned kSize = 2048;
-  void* fibers[kSize] = {};
-  char* stacks[kSize] = {};
-  ~FiberPool() {
-    for (unsigned i = 0; i < kSize; ++i) {
-      if (fibers[i] == nullptr) continue;
-      __tsan_destroy_fiber(fibers[i]);
-      munmap(stacks[i] - kGuardPage, kStackBytes + kGuardPage);
-    }
-  }
-  void give(unsigned turn, unsigned num_threads) {
-    const unsigned num_sets = kSize / num_threads;
-    for (unsigned i = 0; i < num_threads; ++i) {
-      const unsigned k = turn % num_sets * num_threads + i;
-      if (fibers[k] == nullptr) {
-        fibers[k] = __tsan_create_fiber(0);
-        stacks[k] = new_stack();
-      }
-      engine.threads[i].tsan_fiber = fibers[k];
-      engine.threads[i].stack = stacks[k];
-    }
-  }
-};
-thread_local FiberPool fiber_pool;
-#endif
-
-void to_host([[maybe_unused]] bool is_last) {
-  Thread* thread = engine.current;
-#ifdef EMULATOR_ASAN
-  __sanitizer_start_switch_fiber(is_last ? nullptr : &thread->asan_stack, host.stack_bottom, host.stack_bytes);
-#endif
-#ifdef EMULATOR_TSAN
-  __tsan_switch_to_fiber(host.tsan_fiber, __tsan_switch_to_fiber_no_sync);
-#endif
-  emulator_switch_stack(&thread->stack_pointer, host.stack_pointer);
-#ifdef EMULATOR_ASAN
-  __sanitizer_finish_switch_fiber(engine.current->asan_stack, &host.stack_bottom, &host.stack_bytes);
-#endif
-}
-
-void to_thread(Thread* thread) {
-  engine.current = thread;
-  ++engine.num_switches;
-#ifdef EMULATOR_ASAN
-  __sanitizer_start_switch_fiber(&host.asan_stack, thread->stack, kStackBytes);
-#endif
-#ifdef EMULATOR_TSAN
-  __tsan_switch_to_fiber(thread->tsan_fiber, __tsan_switch_to_fiber_no_sync);
-#endif
-  emulator_switch_stack(&host.stack_pointer, thread->stack_pointer);
-#ifdef EMULATOR_ASAN
-  __sanitizer_finish_switch_fiber(host.asan_stack, nullptr, nullptr);
-#endif
-  engine.current = nullptr;
-}
-
-void thread_main() {
-#ifdef EMULATOR_ASAN
-  __sanitizer_finish_switch_fiber(nullptr, &host.stack_bottom, &host.stack_bytes);
-#endif
-#ifdef EMULATOR_TSAN
-  __tsan_acquire(host.begin);
-#endif
-  (*host.body)();
-  exit_checks(engine.current);
-#ifdef EMULATOR_TSAN
-  __tsan_release(host.end);
-#endif
-  to_host(true);
-  __builtin_trap();
-}
-
-void prepare_stack(Thread* thread) {
-#ifdef EMULATOR_ASAN
-  __asan_unpoison_memory_region(thread->stack, kStackBytes);  // frames that a failed launch left
-#endif
-  void** top = reinterpret_cast<void**>(thread->stack + kStackBytes);
-  *--top = nullptr;  // in place of a return address: keeps the stack aligned as at a call
-  *--top = reinterpret_cast<void*>(&thread_main);
-  for (int i = 0; i < 6; ++i) *--top = nullptr;
-  thread->stack_pointer = top;
-  thread->asan_stack = nullptr;
-}
-
 void grow(unsigned num_threads) {
   num_threads = (num_threads + kWarpSize - 1) / kWarpSize * kWarpSize;
   if (num_threads <= engine.capacity) return;
   Thread* threads = static_cast<Thread*>(std::calloc(num_threads, sizeof(Thread)));
-  for (unsigned i = 0; i < num_threads; ++i) {
-    if (i < engine.capacity) {
-      threads[i].stack = engine.threads[i].stack;
-    } else {
-#ifndef EMULATOR_TSAN
-      threads[i].stack = new_stack();
-#endif
-    }
-  }
+  for (unsigned i = 0; i < engine.capacity; ++i) threads[i].stack = engine.threads[i].stack;
   std::free(engine.threads);
   std::free(engine.warps);
   std::free(ready.items);
   engine.threads = threads;
+  give_stacks(engine.capacity, num_threads);
   engine.warps = static_cast<Warp*>(std::calloc(num_threads / kWarpSize, sizeof(Warp)));
   ready.items = static_cast<unsigned*>(std::calloc(num_threads, sizeof(unsigned)));
   engine.capacity = ready.capacity = num_threads;
@@ -241,7 +83,7 @@ void prepare_threads(unsigned num_threads) {
   }
 }
 
-void prepare_block(uint3 index, [[maybe_unused]] unsigned turn) {
+void prepare_block(uint3 index, unsigned turn) {
   const unsigned num_threads = engine.num_threads = engine.num_live = engine.block.x * engine.block.y * engine.block.z;
   engine.block_index = index;
   for (Barrier& barrier : engine.barriers) barrier.arrived = 0;
@@ -252,9 +94,7 @@ void prepare_block(uint3 index, [[maybe_unused]] unsigned turn) {
     warp.live = warp.existing = rest >= kWarpSize ? 0xffffffffu : (1u << rest) - 1;
   }
   ready.head = ready.count = 0;
-#ifdef EMULATOR_TSAN
-  fiber_pool.give(turn, num_threads);
-#endif
+  give_fibers(turn, num_threads);
   prepare_threads(num_threads);
   begin_shared(engine.dynamic_bytes);
 #ifdef EMULATOR_TSAN
