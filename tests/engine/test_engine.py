@@ -13,27 +13,7 @@ from pyserve.models.load import Model
 from pyserve.serving import build_engine
 from pyserve.settings import Settings
 from pyserve.types import FinishReason, SamplingParams, SequenceRequest, Token
-from tests.engine.workload import GREEDY, Run, request, run, settle
-
-SEEDED = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-
-
-def alone(model: Model, wanted: SequenceRequest, **settings: object) -> list[int]:
-    (outcome,) = run(model, [[wanted]], ctx_size=512, parallel=1, **settings).outcomes
-    assert outcome.error is None
-    return outcome.tokens
-
-
-def assert_clean(result: Run) -> None:
-    """No slot is busy, no page held, no host memory kept."""
-    snapshot = result.snapshot
-    assert all(slot.state == "idle" for slot in snapshot.slots)
-    assert snapshot.free_pages + snapshot.cached_pages == snapshot.num_pages
-    assert (snapshot.requests_preempted, snapshot.preempt_ram_bytes, snapshot.num_waiting) == (0, 0, 0)
-
-
-def four_chats(sampling: SamplingParams) -> list[SequenceRequest]:
-    return [request(seed, 30 + 5 * seed, 90, sampling=sampling) for seed in range(4)]
+from tests.engine.workload import GREEDY, SEEDED, alone, assert_clean, four_chats, request, run, settle
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])

@@ -11,9 +11,20 @@ from pyserve.engine import Engine, EngineHandle
 from pyserve.models.load import Model
 from pyserve.serving import build_engine
 from pyserve.settings import Settings
-from pyserve.types import Failed, Finished, Preempted, Resumed, SamplingParams, SequenceRequest, Snapshot, Token
+from pyserve.types import (
+    Counters,
+    Failed,
+    Finished,
+    Preempted,
+    Resumed,
+    SamplingParams,
+    SequenceRequest,
+    Snapshot,
+    Token,
+)
 
 GREEDY = SamplingParams(temperature=0.0)
+SEEDED = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
 @dataclass
@@ -34,6 +45,7 @@ class Run:
     snapshot: Snapshot
     preempts: int
     resumes: int
+    counters: Counters
 
 
 def request(
@@ -68,7 +80,8 @@ async def _run(
             results = await asyncio.gather(*(_consume(handle, group, number) for number, group in enumerate(groups)))
         await settle(handle)
         counters = handle.counters
-        return Run([o for result in results for o in result], handle.snapshot, counters.preempts, counters.resumes)
+        outcomes = [o for result in results for o in result]
+        return Run(outcomes, handle.snapshot, counters.preempts, counters.resumes, counters)
     finally:
         await handle.stop()
 
@@ -94,3 +107,21 @@ async def _consume(handle: EngineHandle, group: Sequence[SequenceRequest], numbe
         elif isinstance(event, Failed):
             outcome.error = event.error
     return outcomes
+
+
+def alone(model: Model, wanted: SequenceRequest, **settings: object) -> list[int]:
+    (outcome,) = run(model, [[wanted]], ctx_size=512, parallel=1, **settings).outcomes
+    assert outcome.error is None
+    return outcome.tokens
+
+
+def assert_clean(result: Run) -> None:
+    """No slot is busy, no page held, no host memory kept."""
+    snapshot = result.snapshot
+    assert all(slot.state == "idle" for slot in snapshot.slots)
+    assert snapshot.free_pages + snapshot.cached_pages == snapshot.num_pages
+    assert (snapshot.requests_preempted, snapshot.preempt_ram_bytes, snapshot.num_waiting) == (0, 0, 0)
+
+
+def four_chats(sampling: SamplingParams) -> list[SequenceRequest]:
+    return [request(seed, 30 + 5 * seed, 90, sampling=sampling) for seed in range(4)]

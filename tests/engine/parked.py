@@ -1,0 +1,68 @@
+"""Parking without an engine: a small pool whose pages are known, and sequences that are parked and come back."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from pyserve.kv_store import KvStore
+from pyserve.park import Ending, Landed, Parking
+from pyserve.sequence import Sequence, Tier
+from pyserve.types import SamplingParams, SequenceRequest
+
+PAGE_SIZE = 4
+
+
+def small_store(num_pages: int = 32) -> KvStore:
+    """Every page has content of its own."""
+    kv = KvStore(num_pages=num_pages, num_layers=2, num_kv_heads=2, page_size=PAGE_SIZE, head_dim=8, kv_type="f16")
+    bits = kv.tensor.view(torch.uint8)
+    bits.copy_(torch.randint(0, 256, bits.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(3)))
+    return kv
+
+
+def sequence_of(num_computed: int, *, id: int = 0) -> Sequence:
+    sequence = Sequence(id, SequenceRequest((1,) * (num_computed + 1), SamplingParams()), id)
+    sequence.num_computed = num_computed
+    return sequence
+
+
+def content(kv: KvStore, pages: list[int]) -> torch.Tensor:
+    """A copy of the pages' bytes, uint8 [pages, page_bytes]."""
+    return kv.tensor.view(torch.uint8).reshape(kv.tensor.shape[0], -1)[pages].clone()
+
+
+def one(parking: Parking) -> Landed:
+    """The next copy that ends, or is overdue."""
+    give_up_s = time.monotonic() + 10
+    while time.monotonic() < give_up_s:
+        landed = parking.landed()
+        if landed:
+            (only,) = landed
+            return only
+        time.sleep(0.0005)
+    raise AssertionError("no copy has landed")
+
+
+def park(parking: Parking, sequence: Sequence, pages: list[int], tier: Tier = Tier.RAM) -> Landed:
+    parking.park(sequence, pages, tier)
+    landed = one(parking)
+    assert landed.sequence is sequence and not landed.is_restore
+    return landed
+
+
+def restore(parking: Parking, sequence: Sequence, pages: list[int], *, cached_pages: int = 0) -> Landed:
+    assert parking.restore(sequence, pages, cached_pages=cached_pages)
+    landed = one(parking)
+    assert landed.sequence is sequence and landed.is_restore
+    return landed
+
+
+def round_trip(parking: Parking, kv: KvStore, sequence: Sequence, pages: list[int], back: list[int]) -> None:
+    """Out of `pages` and into `back`, with the pages overwritten in between: the bytes must be the same (R38)."""
+    before = content(kv, pages)
+    assert park(parking, sequence, pages).ending is Ending.DONE
+    kv.tensor.view(torch.uint8).reshape(kv.tensor.shape[0], -1)[pages] = 0xEE
+    assert restore(parking, sequence, back).ending is Ending.DONE
+    assert torch.equal(content(kv, back), before)

@@ -1,0 +1,174 @@
+"""Parks and restores without an engine: the steady state, what is copied, hashes, budgets (R17, R22, R23a, R23b)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from pyserve.park import Ending, Parking
+from pyserve.sequence import Tier
+from tests.engine.parked import PAGE_SIZE, content, one, park, restore, round_trip, sequence_of, small_store
+
+
+def test_a_thousand_cycles_allocate_nothing_after_the_first() -> None:
+    kv = small_store()
+    parking = Parking(kv, budget_bytes=1 << 20, verify="all")
+    sequences = [sequence_of(5 + 4 * number, id=number) for number in range(4)]  # 2, 3, 4 and 5 pages
+    places = [list(range(8 * number, 8 * number + number + 2)) for number in range(4)]
+    source = random.Random(1)
+    parking.prepare(20)
+    for sequence, pages in zip(sequences, places, strict=True):
+        round_trip(parking, kv, sequence, pages, pages)
+    before = parking.arena.num_allocations
+    held = parking.held_bytes
+    for number in range(1000):
+        sequence, pages = sequences[number % 4], places[number % 4]
+        back = source.sample(range(8 * sequence.id, 8 * sequence.id + 8), len(pages))
+        kv.tensor[pages[-1]] += 1.0  # it goes on in its last page
+        round_trip(parking, kv, sequence, pages, back)
+        places[sequence.id] = back
+        if number % 3 == 0:
+            parking.discard([sequence])  # it ends, and another begins under this name
+    assert parking.arena.num_allocations == before
+    assert parking.held_bytes == held
+    parking.discard(sequences)
+    parking.rest()
+    assert parking.held_bytes == 0
+    parking.close()
+
+
+def test_the_second_park_copies_only_what_was_written_since() -> None:
+    kv = small_store()
+    parking = Parking(kv, budget_bytes=1 << 20)
+    sequence = sequence_of(10)  # two full pages, and two cells of a third
+    assert park(parking, sequence, [0, 1, 2]).num_bytes == 3 * kv.page_bytes
+    assert restore(parking, sequence, [7, 8, 9]).num_bytes == 3 * kv.page_bytes
+    kv.tensor[9] = 1.5  # the third page goes on, and a fourth begins
+    kv.tensor[10] = 2.5
+    sequence.num_computed = 13
+    before = content(kv, [7, 8, 9, 10])
+    assert park(parking, sequence, [7, 8, 9, 10]).num_bytes == 2 * kv.page_bytes
+    assert restore(parking, sequence, [20, 3, 21, 4]).num_bytes == 4 * kv.page_bytes
+    assert torch.equal(content(kv, [20, 3, 21, 4]), before)
+    parking.close()
+
+
+def test_a_park_right_after_a_restore_of_full_pages_copies_nothing() -> None:
+    kv = small_store()
+    parking = Parking(kv, budget_bytes=1 << 20)
+    sequence = sequence_of(8)
+    before = content(kv, [4, 5])
+    park(parking, sequence, [4, 5])
+    restore(parking, sequence, [6, 7])
+    landed = park(parking, sequence, [6, 7])
+    assert (landed.ending, landed.num_bytes) == (Ending.DONE, 0)
+    restore(parking, sequence, [8, 9])
+    assert torch.equal(content(kv, [8, 9]), before)
+    parking.close()
+
+
+def test_kept_pages_give_way_when_the_budget_is_needed() -> None:
+    kv = small_store()
+    parking = Parking(kv, budget_bytes=8 * kv.page_bytes)
+    first, second = sequence_of(16, id=1), sequence_of(24, id=2)
+    park(parking, first, [0, 1, 2, 3])
+    assert parking.free_pages() == 4
+    restore(parking, first, [0, 1, 2, 3])
+    assert parking.free_pages() == 8, "what is kept of a running sequence can be taken"
+    assert park(parking, second, [4, 5, 6, 7, 8, 9]).ending is Ending.DONE
+    assert parking.free_pages() == 2 and parking.held_bytes <= 8 * kv.page_bytes
+    landed = park(parking, first, [0, 1, 2, 3])
+    assert landed.ending is Ending.FAILED and "no host memory" in landed.error, "refused, not kept"
+    assert parking.free_pages() == 2
+    parking.close()
+
+
+def test_a_restore_leaves_the_pages_alone_that_the_prompt_cache_provides() -> None:
+    kv = small_store()
+    parking = Parking(kv, budget_bytes=1 << 20)
+    sequence = sequence_of(12)
+    before = content(kv, [0, 1, 2])
+    park(parking, sequence, [0, 1, 2])
+    untouched = content(kv, [9])
+    landed = restore(parking, sequence, [9, 10, 11], cached_pages=1)
+    assert landed.num_bytes == 2 * kv.page_bytes
+    assert torch.equal(content(kv, [9]), untouched)
+    assert torch.equal(content(kv, [10, 11]), before[1:])
+    parking.close()
+
+
+def flip(parking: Parking, sequence_id: int, page: int) -> None:
+    """One bit of a parked page."""
+    host = parking._hosts[sequence_id]
+    ((extent, _),) = host.stretches(page, page + 1)
+    extent.slab.data[extent.first * parking._kv.page_bytes + 17] ^= 4
+
+
+@pytest.mark.parametrize("page", [0, 3, 6])
+def test_a_bit_that_flips_in_memory_is_noticed(page: int) -> None:
+    kv = small_store()
+    parking = Parking(kv, budget_bytes=1 << 20, verify="all")
+    sequence = sequence_of(26)
+    park(parking, sequence, list(range(7)))
+    flip(parking, 0, page)
+    landed = restore(parking, sequence, list(range(10, 17)))
+    assert landed.ending is Ending.MISMATCH and "not what was parked" in landed.error
+    parking.rest()
+    assert parking.held_bytes == 0, "what is wrong is not kept"
+    parking.close()
+
+
+def test_sampling_looks_at_every_eighth_page_and_the_last() -> None:
+    kv = small_store()
+    parking = Parking(kv, budget_bytes=1 << 20, verify="sample")
+    found = []
+    for page in range(20):
+        sequence = sequence_of(20 * PAGE_SIZE, id=3)
+        park(parking, sequence, list(range(20)))
+        flip(parking, 3, page)
+        if restore(parking, sequence, list(range(20))).ending is Ending.MISMATCH:
+            found.append(page)
+        parking.discard([sequence])
+    assert found == [3, 11, 19]
+    parking.close()
+
+
+def test_verification_off_looks_at_nothing() -> None:
+    kv = small_store()
+    parking = Parking(kv, budget_bytes=1 << 20, verify="off")
+    sequence = sequence_of(8)
+    park(parking, sequence, [0, 1])
+    flip(parking, 0, 1)
+    assert restore(parking, sequence, [2, 3]).ending is Ending.DONE
+    parking.close()
+
+
+def test_a_park_waits_for_memory_beside_the_loop_and_ends_cleanly_when_its_sequence_does() -> None:
+    kv = small_store()
+    parking = Parking(kv, budget_bytes=1 << 20)
+    first, second = sequence_of(8, id=1), sequence_of(8, id=2)
+    before = content(kv, [2, 3])
+    parking.park(first, [0, 1], Tier.RAM)
+    parking.park(second, [2, 3], Tier.RAM)
+    assert parking.is_busy
+    parking.discard([first])
+    landed = {}
+    while len(landed) < 2:
+        each = one(parking)
+        landed[each.sequence.id] = each
+    assert landed[2].ending is Ending.DONE
+    restore(parking, second, [8, 9])
+    assert torch.equal(content(kv, [8, 9]), before)
+    parking.discard([second])
+    parking.rest()
+    assert parking.held_bytes == 0
+    parking.close()
+
+
+def test_what_was_never_parked_cannot_be_restored() -> None:
+    parking = Parking(small_store(), budget_bytes=1 << 20)
+    landed = restore(parking, sequence_of(8), [0, 1])
+    assert landed.ending is Ending.FAILED and "no parked state" in landed.error
+    parking.close()

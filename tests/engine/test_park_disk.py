@@ -1,0 +1,146 @@
+"""The disk tier by itself: round trips, limits, whose files it touches, and where it cannot work (R23)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyserve.disk_tier import DiskTier, comb_table
+from pyserve.errors import SettingsError
+from pyserve.kv_store import KvStore
+from pyserve.ops import CopyStream
+from pyserve.park import Ending, Parking
+from pyserve.sequence import Tier
+from tests.engine.parked import content, park, restore, sequence_of, small_store
+
+MIB = 1 << 20
+
+
+def parking_on(directory: Path, kv: KvStore, *, limit_bytes: int = MIB, verify: str = "all") -> Parking:
+    stream = CopyStream()
+    disk = DiskTier(directory, limit_bytes=limit_bytes, pool=kv.tensor, stream=stream)
+    return Parking(kv, budget_bytes=MIB, stream=stream, disk=disk, verify=verify)
+
+
+def settled(parking: Parking) -> None:
+    """Wait until the tier's thread has nothing left to do."""
+    assert parking.disk is not None
+    parking.disk._thread.submit(lambda: None).result(5)
+
+
+@pytest.mark.parametrize("verify", ["off", "sample", "all"])
+@pytest.mark.parametrize("piece_pages", [1, 3, 100])
+def test_pages_come_back_from_disk_as_they_went(tmp_path: Path, piece_pages: int, verify: str) -> None:
+    kv = small_store()
+    parking = parking_on(tmp_path, kv, verify=verify)
+    assert parking.disk is not None
+    parking.disk._piece_pages = piece_pages
+    pages = [9, 8, 7, 1, 2, 20, 22, 24]
+    sequence = sequence_of(30)
+    before = content(kv, pages)
+    landed = park(parking, sequence, pages, Tier.DISK)
+    assert (landed.ending, landed.num_bytes, landed.tier) == (Ending.DONE, 8 * kv.page_bytes, Tier.DISK)
+    (file,) = parking.disk.folder.glob("*.pages")
+    assert file.stat().st_size == 8 * kv.page_bytes
+    assert parking.parked_bytes(sequence) == parking.disk_bytes == 8 * kv.page_bytes
+    assert parking.held_bytes == 0
+    back = [3, 4, 5, 6, 30, 29, 28, 0]
+    kept = content(kv, back[:2])
+    assert restore(parking, sequence, back, cached_pages=2).ending is Ending.DONE
+    assert torch.equal(content(kv, back[2:]), before[2:])
+    assert torch.equal(content(kv, back[:2]), kept), "what the prompt cache provides was written"
+    settled(parking)
+    assert not file.exists() and parking.disk_bytes == 0
+    parking.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_limit_holds_and_what_ends_gives_its_room_back(tmp_path: Path) -> None:
+    kv = small_store()
+    parking = parking_on(tmp_path, kv, limit_bytes=10 * kv.page_bytes)
+    assert parking.disk_free_pages() == 10
+    first, second = sequence_of(16, id=1), sequence_of(20, id=2)
+    park(parking, first, [0, 1, 2, 3], Tier.DISK)
+    park(parking, second, [4, 5, 6, 7, 8], Tier.DISK)
+    assert parking.disk_free_pages() == 1
+    parking.discard([first])
+    assert parking.disk_free_pages() == 5
+    settled(parking)
+    assert parking.disk is not None and len(list(parking.disk.folder.glob("*.pages"))) == 1
+    parking.close()
+
+
+def test_a_sequence_that_ends_while_its_file_is_written_leaves_none(tmp_path: Path) -> None:
+    kv = small_store()
+    parking = parking_on(tmp_path, kv)
+    sequence = sequence_of(40)
+    parking.park(sequence, list(range(10)), Tier.DISK)
+    parking.discard([sequence])
+    while not parking.landed():
+        time.sleep(0.001)
+    settled(parking)
+    assert parking.disk_bytes == 0
+    assert parking.disk is not None and list(parking.disk.folder.glob("*.pages")) == []
+    parking.close()
+
+
+def test_after_a_failure_the_tier_takes_nothing_for_a_while(tmp_path: Path) -> None:
+    kv = small_store()
+    parking = parking_on(tmp_path, kv)
+    assert parking.disk is not None
+    parking.disk.folder.joinpath("0.pages").mkdir()  # the first file cannot be made
+    assert park(parking, sequence_of(8), [0, 1], Tier.DISK).ending is Ending.FAILED
+    now_s = time.monotonic()
+    assert parking.disk.free_pages(now_s) == 0 and parking.disk.free_pages(now_s + 31) > 0
+    assert parking.disk_bytes == 0
+    parking.close()
+
+
+LEAVE_A_FILE = """
+import os, sys
+from pathlib import Path
+from tests.engine.test_park_disk import parking_on
+from tests.engine.parked import park, sequence_of, small_store
+from pyserve.sequence import Tier
+parking = parking_on(Path(sys.argv[1]), small_store())
+park(parking, sequence_of(8), [0, 1], Tier.DISK)
+os._exit(1)  # as if killed
+"""
+
+
+def test_what_a_killed_server_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", LEAVE_A_FILE, str(tmp_path)], check=False, cwd=Path(__file__).parents[2])
+    (left,) = tmp_path.iterdir()
+    assert list(left.glob("*.pages"))
+    users = tmp_path / "notes.pages"
+    users.write_text("not ours")
+    with_a_note = tmp_path / "pyserve-parked-1-0"
+    with_a_note.mkdir()
+    with_a_note.joinpath("note.txt").write_text("not ours either")
+    other = parking_on(tmp_path, small_store())
+    assert not left.exists()
+    assert users.read_text() == "not ours" and with_a_note.joinpath("note.txt").exists()
+    second = parking_on(tmp_path, small_store())
+    assert other.disk is not None and other.disk.folder.exists(), "another server's folder is in use"
+    for parking in (other, second):
+        parking.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.pages", "pyserve-parked-1-0"]
+
+
+def test_a_directory_that_cannot_be_used_is_one_clear_line(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    kv = small_store(2)
+    for directory in (file, file / "below", Path("/proc/pyserve")):
+        with pytest.raises(SettingsError, match=f"--preempt-disk {directory}: ") as refused:
+            DiskTier(directory, limit_bytes=MIB, pool=kv.tensor, stream=CopyStream())
+        assert "\n" not in str(refused.value)
+
+
+def test_combs_of_a_stretch_stand_where_its_host_pages_are() -> None:
+    assert comb_table([4, 5, 9, 10, 3], 7).tolist() == [[4, 2, 5, 2, 7], [3, 1, 1, 1, 11]]
