@@ -27,7 +27,8 @@ from pyserve import integrity, planner
 from pyserve.errors import Unavailable
 from pyserve.plan import Admission, Failure, Limits, Park, Plan, Restore, Row
 from pyserve.pool import Pool
-from pyserve.prefix import Node, PrefixCache
+from pyserve.prefix import PrefixCache
+from pyserve.residents import Residents
 from pyserve.sequence import Sequence, State, Tier
 from pyserve.view import Room, View, restore_order
 
@@ -45,7 +46,7 @@ class Ledger:
         self._slots: list[Sequence | None] = [None] * limits.num_slots
         self._filling: dict[int, int] = {}  # pages that a restore's copy writes, by sequence id
         self._room = Room(limits.page_size, 0)  # what the parks of this iteration have left of it
-        self._num_evicted = 0
+        self._residents = Residents(self._view)
 
     # What there is
 
@@ -149,7 +150,7 @@ class Ledger:
 
     def apply(self, plan: Plan, now_ms: float) -> Plan:
         """Carries `plan` out, and returns it as carried out: the last resort may change parks, failures and rows."""
-        num_evicted = self._num_evicted
+        num_evicted = self._residents.num_evicted
         for failure in plan.failures:
             self.finish(failure.sequence, now_ms)
         for park in plan.parks:
@@ -159,35 +160,15 @@ class Ledger:
         self._view.rotation_head = plan.rotation_head
         if plan.refused_rotation is not None:
             plan.refused_rotation.is_refusal_told = True
-        missing = self._allocate_rows(plan.rows)
+        missing = self._residents.allocate_rows(plan.rows)
         if missing:
             plan = self._take_last_resort(plan, missing, now_ms)
-        num_evicted = self._num_evicted - num_evicted
+        num_evicted = self._residents.num_evicted - num_evicted
         return plan if plan.num_evictions == num_evicted else replace(plan, num_evictions=num_evicted)
 
     def step_done(self, rows: Iterable[Row], sampled: dict[int, int]) -> None:
         """The step ran. `sampled`: the next token of each row that samples, by sequence id."""
-        running = State.RUNNING
-        decoding = self._view.decoding
-        for row in rows:
-            sequence, start, _, samples = row
-            id = sequence.id
-            if samples and id in decoding and id in sampled:  # the steady state, and all that it costs
-                tokens = sequence.tokens
-                tokens.append(sampled[id])
-                sequence.num_computed = start + 1
-                if len(tokens) >= sequence.next_count_len:
-                    self._count_pages(sequence)
-            elif sequence.state is running:
-                self._advance(row, sampled.get(id) if samples else None)
-
-    def _advance(self, row: Row, token: int | None) -> None:
-        """A prompt chunk, or a row whose token nobody wants."""
-        sequence = row.sequence
-        sequence.num_computed = row.start + row.length
-        if token is not None:
-            sequence.tokens.append(token)
-        self._count_pages(sequence)
+        self._residents.step_done(rows, sampled)
 
     # Landings
 
@@ -219,7 +200,7 @@ class Ledger:
     def restore_landed(self, sequence: Sequence) -> None:
         """The copy back is done: the sequence runs again."""
         if self._end_restore(sequence):
-            self._start_running(sequence)
+            self._residents.start(sequence)
 
     def restore_failed(self, sequence: Sequence) -> None:
         """The copy back failed: the sequence runs as a prompt, from the pages that it shares on."""
@@ -227,7 +208,7 @@ class Ledger:
             assert sequence.cache_node is not None
             sequence.progress = sequence.furthest
             sequence.num_computed = sequence.cache_node.depth * self.limits.page_size
-            self._start_running(sequence)
+            self._residents.start(sequence)
 
     def moved_to_disk(self, sequence: Sequence) -> None:
         """The parked copy of a PREEMPTED sequence is on disk now."""
@@ -281,8 +262,8 @@ class Ledger:
         if state is State.WAITING:
             view.waiting.remove(sequence)
         elif state is State.RUNNING:
-            self._stop_running(sequence)
-            self._release_pages(sequence)
+            self._residents.stop(sequence)
+            self._residents.release(sequence)
             self._free_slot(sequence)
         elif state is State.PREEMPTED:
             del view.parked[sequence.id]
@@ -301,7 +282,7 @@ class Ledger:
     def _park(self, park: Park, now_ms: float) -> None:
         sequence = park.sequence
         assert sequence.state is State.RUNNING, f"{sequence} cannot be parked"
-        self._stop_running(sequence)
+        self._residents.stop(sequence)
         sequence.num_parks += 1
         sequence.parked_at_ms = now_ms
         sequence.tier = park.tier
@@ -310,15 +291,15 @@ class Ledger:
         if park.reason == "forced":
             sequence.num_forced_parks = sequence.num_generated // self.limits.preempt_every
         if park.tier is Tier.RECOMPUTE:
-            self._release_pages(sequence)
+            self._residents.release(sequence)
             sequence.progress = sequence.furthest
             sequence.num_computed = sequence.parked_cells = 0
             sequence.state = State.PREEMPTED
             self._view.parked[sequence.id] = sequence
             return
-        num_copied = self._num_pages(sequence.num_computed)
+        num_copied = -(-sequence.num_computed // self.limits.page_size)
         self._room.use(park.tier, num_copied)
-        self._release_pages(sequence, start=num_copied)
+        self._residents.release(sequence, start=num_copied)
         self._view.pool.start_reading(sequence.pages)
         sequence.parked_cells = sequence.num_computed
         sequence.state = State.PREEMPTING
@@ -331,17 +312,12 @@ class Ledger:
         for entry, chain in zip(entries, chains, strict=True):
             entry.sequence.pages = self._view.cache.take(chain)
         for entry, chain in zip(entries, chains, strict=True):
-            self._reserve(entry.sequence, chain)
+            self._residents.reserve(entry.sequence, chain)
             entry.sequence.resident_since_ms = now_ms
             if isinstance(entry, Restore):
                 self._restore(entry, now_ms)
             else:
                 self._admit(entry)
-
-    def _reserve(self, sequence: Sequence, chain: list[Node]) -> None:
-        wanted = self._view.wanted_pages(sequence, self._view.entry_runway)
-        self._extend(sequence, wanted)
-        sequence.cache_node = chain[-1] if chain else self._view.cache.root
 
     def _restore(self, restore: Restore, now_ms: float) -> None:
         sequence = restore.sequence
@@ -351,7 +327,7 @@ class Ledger:
         sequence.parked_at_ms = sequence.tier = None
         if restore.tier is Tier.RECOMPUTE:
             sequence.num_computed = restore.cached_pages * self.limits.page_size
-            self._start_running(sequence)
+            self._residents.start(sequence)
             return
         self._filling[sequence.id] = len(sequence.pages) - restore.cached_pages
         sequence.state = State.RESTORING
@@ -363,7 +339,7 @@ class Ledger:
         del self._filling[sequence.id]
         sequence.parked_cells = 0
         if view.departing.pop(sequence.id, None) is not None:
-            self._release_pages(sequence)
+            self._residents.release(sequence)
             self._free_slot(sequence)
             return False
         del view.restoring[sequence.id]
@@ -377,78 +353,12 @@ class Ledger:
         sequence.slot = admission.slot
         sequence.num_computed = admission.cached_pages * self.limits.page_size
         sequence.num_cached = sequence.num_computed
-        self._start_running(sequence)
-
-    def _start_running(self, sequence: Sequence) -> None:
-        sequence.state = State.RUNNING
-        self._view.running[sequence.id] = sequence
-        self._count_pages(sequence)
-
-    def _stop_running(self, sequence: Sequence) -> None:
-        view, id = self._view, sequence.id
-        del view.running[id]
-        view.decoding.pop(id, None)
-        view.short.pop(id, None)
-        view.debt -= sequence.debt
-        view.entry_debt -= sequence.entry_debt
-        sequence.debt = sequence.entry_debt = 0
-
-    def _count_pages(self, sequence: Sequence) -> None:
-        """Looks at a running sequence whose tokens entered a page, or that stands elsewhere than one step ago."""
-        view, id = self._view, sequence.id
-        num_tokens = len(sequence.tokens)
-        sequence.next_count_len = view.next_count_len(num_tokens)
-        self._register(sequence)
-        if num_tokens - sequence.num_computed == 1:
-            view.decoding[id] = sequence
-        else:
-            view.decoding.pop(id, None)
-        if num_tokens > self.limits.context_len:
-            view.oversized[id] = sequence
-        elif view.is_short(sequence):
-            view.short[id] = sequence
-        self._set_debts(sequence)
-
-    def _set_debts(self, sequence: Sequence) -> None:
-        view = self._view
-        debt, entry_debt = view.debts_of(sequence)
-        view.debt += debt - sequence.debt
-        view.entry_debt += entry_debt - sequence.entry_debt
-        sequence.debt, sequence.entry_debt = debt, entry_debt
+        self._residents.start(sequence)
 
     def _free_slot(self, sequence: Sequence) -> None:
         assert sequence.slot is not None and self._slots[sequence.slot] is sequence
         self._slots[sequence.slot] = None
         self._view.free_slots.append(sequence.slot)
-
-    def _num_pages(self, cells: int) -> int:
-        return -(-cells // self.limits.page_size)
-
-    def _extend(self, sequence: Sequence, num_pages: int) -> None:
-        """Pages up to `num_pages` in all, evicting cached prompts for them where none is free."""
-        count = num_pages - len(sequence.pages)
-        if count <= 0:
-            return
-        pool = self._view.pool
-        while pool.num_free < count:
-            self._view.cache.evict()
-            self._num_evicted += 1
-        sequence.pages += pool.allocate(count, sequence.pages[-1] if sequence.pages else None)
-
-    def _release_pages(self, sequence: Sequence, start: int = 0) -> None:
-        """Lets go of the pages from `start` on."""
-        self._view.cache.let_go(self._view.pool.release(sequence.pages[start:]))
-        del sequence.pages[start:]
-
-    def _register(self, sequence: Sequence) -> None:
-        """Tells the prompt cache which pages are full."""
-        size = self.limits.page_size
-        node = sequence.cache_node
-        while node is not None and (node.depth + 1) * size <= sequence.num_computed:
-            start = node.depth * size
-            key = tuple(sequence.tokens[start : start + size])
-            node = self._view.cache.register(node, key, sequence.pages[node.depth])
-        sequence.cache_node = node
 
     def _pass_leadership(self, leader: Sequence) -> None:
         """`leader` ended before its prompt was computed: the first that waited for it computes it for the others."""
@@ -458,26 +368,7 @@ class Ledger:
                 sequence.prompt_leader = heir.id if heir is not None else None
                 heir = heir or sequence
 
-    # Rows and the last resort
-
-    def _allocate_rows(self, rows: Iterable[Row]) -> list[Sequence]:
-        """Gives the sequences of `rows` their pages; a prompt's were reserved when it entered. Returns those that found
-        none.
-        """
-        view, short = self._view, self._view.short
-        if not short:
-            return []
-        missing: list[Sequence] = []
-        is_enough = view.debt <= view.pool.num_available  # for every one that is short: no need to look at all rows
-        for sequence in list(short.values()) if is_enough else [row[0] for row in rows if row[0].id in short]:
-            needed = self._num_pages(len(sequence.tokens))
-            if needed - len(sequence.pages) <= view.pool.num_available:
-                self._extend(sequence, needed)
-                del short[sequence.id]
-                self._set_debts(sequence)
-            else:
-                missing.append(sequence)
-        return missing
+    # The last resort
 
     def _take_last_resort(self, plan: Plan, missing: list[Sequence], now_ms: float) -> Plan:
         """Nothing of the step was computed yet, so every sequence is at a token boundary and rows can be dropped."""
@@ -497,7 +388,7 @@ class Ledger:
                 victim = max(self._view.running.values(), key=lambda each: (own(each.pages), each.id))
                 failures.append(Failure(victim, "pool_full"))
                 self.finish(victim, now_ms)
-            missing = self._allocate_rows([row for row in plan.rows if row.sequence in missing])
+            missing = self._residents.allocate_rows([row for row in plan.rows if row.sequence in missing])
         dropped = {each.id for each in missing}
         rows = tuple(row for row in plan.rows if row.sequence.state is State.RUNNING and row.sequence.id not in dropped)
         is_freeing = bool(failures) or any(park.tier is Tier.RECOMPUTE for park in parks)

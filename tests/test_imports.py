@@ -18,7 +18,7 @@ LAYERS = (
     ("text", "settings", "metrics"),
     ("plan", "pool", "prefix", "sequence", "page_runs"),
     ("view",),
-    ("planner", "integrity"),
+    ("planner", "integrity", "residents"),
     ("ledger",),
     ("ops",),
     ("models", "sampler", "kv_store", "host_arena", "disk_tier", "copies", "park"),
@@ -39,7 +39,7 @@ FENCES = {
     "asyncio": {"engine", "generation", "serving", "park", "http", "app", "__main__"},
 }
 # What the pure core may import from outside: no torch, no clock, no input or output.
-PURE = {"plan", "pool", "prefix", "sequence", "page_runs", "view", "planner", "integrity", "ledger"}
+PURE = {"plan", "pool", "prefix", "sequence", "page_runs", "view", "residents", "planner", "integrity", "ledger"}
 PURE_MAY_IMPORT = {
     "__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools",
     "math", "operator", "typing",

@@ -1,0 +1,133 @@
+"""The residents: the sequences whose pages are in the pool. What they hold, and what their next steps want.
+
+The ledger calls this, nobody else. In the steady state a step costs each sequence the append of its token; its pages,
+debts and cache entries are looked at only where its tokens or a runway enter a page (`_count_pages`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from pyserve.plan import Row
+from pyserve.prefix import Node
+from pyserve.sequence import Sequence, State
+from pyserve.view import View
+
+
+class Residents:
+    """Changes running sequences and what `view` says of them."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self.num_evicted = 0  # pages, ever
+
+    def start(self, sequence: Sequence) -> None:
+        sequence.state = State.RUNNING
+        self._view.running[sequence.id] = sequence
+        self._count_pages(sequence)
+
+    def stop(self, sequence: Sequence) -> None:
+        view, id = self._view, sequence.id
+        del view.running[id]
+        view.decoding.pop(id, None)
+        view.short.pop(id, None)
+        view.debt -= sequence.debt
+        view.entry_debt -= sequence.entry_debt
+        sequence.debt = sequence.entry_debt = 0
+
+    def _count_pages(self, sequence: Sequence) -> None:
+        """Looks at a running sequence whose tokens entered a page, or that stands elsewhere than one step ago."""
+        view, id = self._view, sequence.id
+        num_tokens = len(sequence.tokens)
+        sequence.next_count_len = view.next_count_len(num_tokens)
+        self._register(sequence)
+        if num_tokens - sequence.num_computed == 1:
+            view.decoding[id] = sequence
+        else:
+            view.decoding.pop(id, None)
+        if num_tokens > self._view.limits.context_len:
+            view.oversized[id] = sequence
+        elif view.is_short(sequence):
+            view.short[id] = sequence
+        self._set_debts(sequence)
+
+    def _set_debts(self, sequence: Sequence) -> None:
+        view = self._view
+        debt, entry_debt = view.debts_of(sequence)
+        view.debt += debt - sequence.debt
+        view.entry_debt += entry_debt - sequence.entry_debt
+        sequence.debt, sequence.entry_debt = debt, entry_debt
+
+    def step_done(self, rows: Iterable[Row], sampled: Mapping[int, int]) -> None:
+        """The tokens of `rows` are computed; `sampled` has the next ones, by sequence id."""
+        running = State.RUNNING
+        decoding = self._view.decoding
+        for row in rows:
+            sequence, start, _, samples = row
+            id = sequence.id
+            if samples and id in decoding and id in sampled:  # the steady state, and all that it costs
+                tokens = sequence.tokens
+                tokens.append(sampled[id])
+                sequence.num_computed = start + 1
+                if len(tokens) >= sequence.next_count_len:
+                    self._count_pages(sequence)
+            elif sequence.state is running:
+                self._advance(row, sampled.get(id) if samples else None)
+
+    def _advance(self, row: Row, token: int | None) -> None:
+        """A prompt chunk, or a row whose token nobody wants."""
+        sequence = row.sequence
+        sequence.num_computed = row.start + row.length
+        if token is not None:
+            sequence.tokens.append(token)
+        self._count_pages(sequence)
+
+    def reserve(self, sequence: Sequence, chain: list[Node]) -> None:
+        """Beside the pages of `chain`, which it holds: all that its tokens and its runway want (R12a)."""
+        self._extend(sequence, self._view.wanted_pages(sequence, self._view.entry_runway))
+        sequence.cache_node = chain[-1] if chain else self._view.cache.root
+
+    def _extend(self, sequence: Sequence, num_pages: int) -> None:
+        """Pages up to `num_pages` in all, evicting cached prompts for them where none is free."""
+        count = num_pages - len(sequence.pages)
+        if count <= 0:
+            return
+        pool = self._view.pool
+        while pool.num_free < count:
+            self._view.cache.evict()
+            self.num_evicted += 1
+        sequence.pages += pool.allocate(count, sequence.pages[-1] if sequence.pages else None)
+
+    def release(self, sequence: Sequence, start: int = 0) -> None:
+        """Lets go of the pages from `start` on."""
+        self._view.cache.let_go(self._view.pool.release(sequence.pages[start:]))
+        del sequence.pages[start:]
+
+    def _register(self, sequence: Sequence) -> None:
+        """Tells the prompt cache which pages are full."""
+        size = self._view.limits.page_size
+        node = sequence.cache_node
+        while node is not None and (node.depth + 1) * size <= sequence.num_computed:
+            start = node.depth * size
+            key = tuple(sequence.tokens[start : start + size])
+            node = self._view.cache.register(node, key, sequence.pages[node.depth])
+        sequence.cache_node = node
+
+    def allocate_rows(self, rows: Iterable[Row]) -> list[Sequence]:
+        """Gives the sequences of `rows` their pages; a prompt's were reserved when it entered. Returns those that found
+        none.
+        """
+        view, short = self._view, self._view.short
+        if not short:
+            return []
+        missing: list[Sequence] = []
+        is_enough = view.debt <= view.pool.num_available  # for every one that is short: no need to look at all rows
+        for sequence in list(short.values()) if is_enough else [row[0] for row in rows if row[0].id in short]:
+            needed = -(-len(sequence.tokens) // view.limits.page_size)
+            if needed - len(sequence.pages) <= view.pool.num_available:
+                self._extend(sequence, needed)
+                del short[sequence.id]
+                self._set_debts(sequence)
+            else:
+                missing.append(sequence)
+        return missing
