@@ -12,10 +12,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pyserve.ledger import Ledger, Limits
-from pyserve.page_runs import combs, runs
+from pyserve.page_runs import comb_table
 from pyserve.sequence import Sequence
 from pyserve.types import SamplingParams, SequenceRequest
 
@@ -79,12 +80,15 @@ def interleaved(num_pages: int, num_sequences: int) -> list[int]:
 
 @pytest.mark.parametrize("num_pages", [2_000, 131_072])
 @pytest.mark.parametrize("kind", ["one run", "four growing", "every second"])
-def test_page_runs(benchmark: Any, num_pages: int, kind: str) -> None:
+@pytest.mark.parametrize("is_array", [True, False], ids=["array", "list"])
+def test_comb_table(benchmark: Any, num_pages: int, kind: str, is_array: bool) -> None:
     pages = {
         "one run": list(range(num_pages)),
         "four growing": interleaved(num_pages, 4),
         "every second": list(range(0, 2 * num_pages, 2)),
     }[kind]
-    result = benchmark.pedantic(lambda: combs(runs(pages)), warmup_rounds=2, rounds=30)
-    assert sum(comb.run_pages * comb.count for comb in result) == num_pages
+    given = np.array(pages, np.int32) if is_array else pages
+    table = benchmark.pedantic(comb_table, args=(given,), warmup_rounds=2, rounds=100 if num_pages < 10_000 else 20)
+    assert (table[:, 1] * table[:, 3]).sum() == num_pages
+    print(f"\n{len(table)} combs", end="")
     report(benchmark, num_pages)

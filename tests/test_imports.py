@@ -116,7 +116,8 @@ def test_a_fenced_package_is_imported_only_where_it_may_be(package: str) -> None
 def test_the_core_is_pure() -> None:
     for path in sources():
         if module_of(path) in PURE:
-            assert external(path) <= PURE_MAY_IMPORT, path
+            allowed = PURE_MAY_IMPORT | ({"numpy"} if module_of(path) == "page_runs" else set())
+            assert external(path) <= allowed, path
 
 
 def test_text_knows_errors_and_types_alone() -> None:
