@@ -173,6 +173,7 @@ extern "C" int pyserve_cuda_attention_prefill_queries(int64_t head_dim, const De
 
 extern "C" int64_t pyserve_cuda_attention_prefill_tiles(const int32_t* chunks, int64_t num_chunks, int64_t heads_per_kv_head, int64_t tile_queries,
                                                         int32_t* tiles, int64_t max_tiles) {
+  if (heads_per_kv_head < 1 || tile_queries < 1) return -1;
   std::vector<Chunk> all;
   for (int64_t i = 0; i < num_chunks; ++i) all.push_back({chunks[3 * i], chunks[3 * i + 1], chunks[3 * i + 2]});
   const std::vector<PrefillTile> cut = prefill_tiles(all, static_cast<int>(heads_per_kv_head), static_cast<int>(tile_queries));

@@ -190,6 +190,8 @@ class Case:
         cut.restype = ctypes.c_int64
         numbers = [ctypes.c_int64(v) for v in (len(chunks), group, queries)]
         count = cut(ctypes.c_void_p(pointer(chunks)), *numbers, ctypes.c_void_p(pointer(tiles)), ctypes.c_int64(len(tiles)))
+        if count < 0:
+            raise ValueError("no tiles")
         return tiles[:count]
 
     def chunks(self) -> Array:
