@@ -25,6 +25,8 @@ from pathlib import Path
 
 from bench.limits import memory_read_gb_s
 from bench.sse_client import Stream, complete
+from pyserve.app import model_path
+from pyserve.settings import Settings
 
 Measure = Callable[[int], Awaitable[float]]
 
@@ -136,7 +138,7 @@ def main() -> None:
     chosen = parser.parse_args()
     servers = {"pyserve": f"{shlex.quote(sys.executable)} -m pyserve"}
     servers |= dict(entry.split("=", 1) for entry in chosen.server)
-    model = chosen.model or demo_model()
+    model = chosen.model or model_path(Settings())
     cases = [case for case in CASES if not chosen.case or any(text in case.name for text in chosen.case)]
     figures: dict[str, dict[str, list[float]]] = {case.name: {name: [] for name in servers} for case in cases}
     limit = memory_read_gb_s(chosen.threads)
@@ -167,12 +169,6 @@ def row(name: str, rates: dict[str, list[float]]) -> str:
         if who != "pyserve":
             cells.append(f"x{statistics.median(a / b for a, b in zip(ours, values, strict=True)):.2f} {who}")
     return f"| {name} | " + " | ".join(cells) + " |"
-
-
-def demo_model() -> Path:
-    from pyserve.settings import demo_model_path
-
-    return demo_model_path()
 
 
 if __name__ == "__main__":
