@@ -7,9 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from tests.cuda.build import IN_ORDER, POLICIES, PRIORITIES, EmulatorError, Library, build_emulated, run_child
+from tests.cuda.fragments import (
+    a_byte_fragments,
+    a_fragments,
+    b_byte_fragments,
+    b_fragments,
+    bf16_bits,
+    bf16_values,
+    c_fragments,
+    loaded_matrices,
+)
 from tests.cuda.mistakes import Mistakes
 
 CHILD = Path(__file__).parent / "children" / "mistakes.py"
@@ -142,16 +151,7 @@ def test_what_is_ordered_is_no_race(races: dict[str, str], name: str) -> None:
     assert "WARNING" not in races[name], races[name][:2000]
 
 
-# --- register layouts, written down a second time: element v of lane l is at index i, counted down the columns
-
-
-def bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def bf16_values(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+# --- register layouts
 
 
 @pytest.fixture(scope="module")
@@ -163,54 +163,28 @@ def probe() -> Library:
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
 def test_mma_of_floats(probe: Library, kind: str, policy: int) -> None:
     rng = np.random.default_rng(0)
-    a = rng.standard_normal((16, 16)).astype(np.float32)
-    b = rng.standard_normal((8, 16)).astype(np.float32)
-    c = rng.standard_normal((16, 8)).astype(np.float32)
+    a, b, c = (rng.standard_normal(shape).astype(np.float32) for shape in ((16, 16), (8, 16), (16, 8)))
     if kind == "bf16":
         a_bits, b_bits = bf16_bits(a), bf16_bits(b)
         a, b = bf16_values(a_bits), bf16_values(b_bits)
     else:
         a[0, :3] = [2**-20, -(2**-24), 60000]  # subnormal, the smallest, near the largest
-        a_bits, b_bits = a.astype(np.float16).view(np.uint16), b.astype(np.float16).view(np.uint16)
-        a, b = a.astype(np.float16).astype(np.float32), b.astype(np.float16).astype(np.float32)
-    a_lanes, b_lanes = np.zeros((32, 8), np.uint16), np.zeros((32, 4), np.uint16)
-    c_lanes, d = np.zeros((32, 4), np.float32), np.zeros((32, 4), np.float32)
-    for lane in range(32):
-        for v in range(8):
-            i = 32 * (lane % 4) + lane // 4 + 16 * (v & 1) + 8 * (v >> 1 & 1) + 128 * (v >> 2)
-            a_lanes[lane, v] = a_bits[i % 16, i // 16]
-        for v in range(4):
-            i = 16 * (lane % 4) + lane // 4 + 8 * (v & 1) + 64 * (v >> 1)
-            b_lanes[lane, v] = b_bits[i % 8, i // 8]
-            i = 32 * (lane % 4) + lane // 4 + 16 * (v & 1) + 8 * (v >> 1)
-            c_lanes[lane, v] = c[i % 16, i // 16]
+        a, b = a.astype(np.float16), b.astype(np.float16)
+        a_bits, b_bits = a.view(np.uint16), b.view(np.uint16)
+    d = np.zeros((32, 4), np.float32)
     probe.configure(policy)
-    probe.call("probe_mma", kind == "f16", a_lanes, b_lanes, c_lanes, d, None)
-    wanted = c.astype(np.float64) + a.astype(np.float64) @ b.T.astype(np.float64)
-    for lane in range(32):
-        for v in range(4):
-            i = 32 * (lane % 4) + lane // 4 + 16 * (v & 1) + 8 * (v >> 1)
-            assert abs(d[lane, v] - wanted[i % 16, i // 16]) <= 1e-5 * max(1.0, abs(wanted[i % 16, i // 16]))
+    probe.call("probe_mma", kind == "f16", a_fragments(a_bits), b_fragments(b_bits), c_fragments(c), d, None)
+    wanted = c_fragments(c.astype(np.float64) + a.astype(np.float64) @ b.T.astype(np.float64))
+    assert (abs(d - wanted) <= 1e-5 * np.maximum(1, abs(wanted))).all()
 
 
 def test_mma_of_bytes(probe: Library) -> None:
     rng = np.random.default_rng(0)
     a, b = rng.integers(-128, 128, (16, 32), np.int8), rng.integers(-128, 128, (8, 32), np.int8)
     c = rng.integers(-1000, 1000, (16, 8)).astype(np.int32)
-    a_lanes, b_lanes = np.zeros((32, 16), np.int8), np.zeros((32, 8), np.int8)
-    c_lanes, d = np.zeros((32, 4), np.int32), np.zeros((32, 4), np.int32)
-    for lane in range(32):
-        for v in range(16):
-            a_lanes[lane, v] = a[lane // 4 + 8 * (v >> 2 & 1), 4 * (lane % 4) + (v & 3) + 16 * (v >> 3)]
-        for v in range(8):
-            b_lanes[lane, v] = b[lane // 4, 4 * (lane % 4) + (v & 3) + 16 * (v >> 2)]
-        for v in range(4):
-            c_lanes[lane, v] = c[lane // 4 + 8 * (v >> 1), 2 * (lane % 4) + (v & 1)]
-    probe.call("probe_mma_s8", a_lanes, b_lanes, c_lanes, d, None)
-    wanted = c + a.astype(np.int32) @ b.T.astype(np.int32)
-    for lane in range(32):
-        for v in range(4):
-            assert d[lane, v] == wanted[lane // 4 + 8 * (v >> 1), 2 * (lane % 4) + (v & 1)]
+    d = np.zeros((32, 4), np.int32)
+    probe.call("probe_mma_s8", a_byte_fragments(a), b_byte_fragments(b), c_fragments(c), d, None)
+    assert (d == c_fragments(c + a.astype(np.int32) @ b.T.astype(np.int32))).all()
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
@@ -218,8 +192,6 @@ def test_ldmatrix(probe: Library, is_transposed: bool) -> None:
     matrices = np.arange(4 * 8 * 8, dtype=np.uint16).reshape(4, 8, 8)
     four, two = np.zeros((32, 4, 2), np.uint16), np.zeros((32, 2, 2), np.uint16)
     probe.call("probe_ldmatrix", is_transposed, matrices, four, two, None)
-    source = matrices.transpose(0, 2, 1) if is_transposed else matrices
-    for lane in range(32):
-        for i in range(4):
-            assert (four[lane, i] == source[i, lane // 4, lane % 4 * 2 : lane % 4 * 2 + 2]).all()
-    assert (two == four[:, :2]).all()
+    wanted = loaded_matrices(matrices.transpose(0, 2, 1) if is_transposed else matrices)
+    assert (four == wanted).all()
+    assert (two == wanted[:, :2]).all()

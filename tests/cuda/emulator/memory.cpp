@@ -144,6 +144,8 @@ cudaError_t cudaMalloc(void** result, size_t num_bytes) {
   return remember(add_block(*result, num_bytes, Place::device, true));
 }
 
+cudaError_t cudaMallocManaged(void** result, size_t num_bytes, unsigned) { return cudaMalloc(result, num_bytes); }
+
 cudaError_t cudaFree(void* begin) {
   if (begin == nullptr) return cudaSuccess;
   const cudaError_t error = remove_block(begin, Place::device, true);

@@ -1,4 +1,5 @@
 // Streams and events.
+#include <chrono>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -10,6 +11,7 @@ namespace emulator {
 
 struct Mark {  // a place in a stream: what a record captures
   bool is_reached = false;
+  std::chrono::steady_clock::time_point time;  // when it was
 };
 
 }  // namespace emulator
@@ -120,6 +122,7 @@ std::shared_ptr<Mark> mark_now(CUstream_st* stream) {
     Quiet quiet;
     std::lock_guard<std::mutex> lock(queues().mutex);
     mark->is_reached = true;
+    mark->time = std::chrono::steady_clock::now();
     return cudaSuccess;
   };
   if (stream == nullptr) {
@@ -302,6 +305,13 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   if (event == nullptr) return remember(cudaErrorInvalidResourceHandle);
   wait_for(event->mark);
+  return remember(device_error());
+}
+
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t end) {
+  if (start == nullptr || end == nullptr || start->mark == nullptr || end->mark == nullptr) return remember(cudaErrorInvalidResourceHandle);
+  if (!query(start->mark) || !query(end->mark)) return remember(cudaErrorNotReady);
+  *ms = std::chrono::duration<float, std::milli>(end->mark->time - start->mark->time).count();
   return remember(device_error());
 }
 

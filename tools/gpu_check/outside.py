@@ -1,0 +1,64 @@
+"""Parts that run in processes of their own: the kernels' tests on the device, and the engine's tests with `--device cuda`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+from tools.gpu_check.machine import ROOT, Machine, ask_nvidia_smi, device_library
+from tools.gpu_check.results import NotHere, Result, check
+
+ENGINE_TESTS = "tests/engine"
+
+
+def this_machine(machine: Machine) -> Result:
+    """What the other numbers were measured on."""
+    names = ("name", "driver_version", "memory.total", "clocks.max.sm", "pcie.link.gen.max", "pcie.link.width.max")
+    data = {} if machine.is_dry else {name: ask_nvidia_smi(name) for name in names}
+    data |= {"num_sms": machine.num_sms, "capability": machine.capability, "torch": torch_version()}
+    name = "the emulator" if machine.is_dry else data["name"]
+    return Result(f"{name}, {machine.num_sms} SMs, sm_{machine.capability}, torch {data['torch']}", data=data)
+
+
+def torch_version() -> str:
+    if importlib.util.find_spec("torch") is None:
+        return "not installed"
+    code = "import torch; print(torch.__version__, 'with' if torch.cuda.is_available() else 'without', 'a GPU')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    return done.stdout.strip() or "broken"
+
+
+def kernel_tests(machine: Machine) -> Result:
+    """tests/cuda/test_kernels_*.py on the device: numpy's arrays are managed memory, the library is nvcc's."""
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/cuda").glob("test_kernels_*.py"))
+    check(bool(files), "there are no tests/cuda/test_kernels_*.py")
+    environment = {"PYSERVE_GPU_CHECK_LIBRARY": "emulated" if machine.is_dry else str(device_library())}
+    arguments = ["-p", "tools.gpu_check.plugin", *files]
+    return pytest(arguments + (["--collect-only"] if machine.is_dry else []), environment, timeout_s=200)
+
+
+def engine_tests(machine: Machine) -> Result:
+    """The engine's tests, forced parks among them, on the GPU through torch."""
+    if machine.is_dry or "with a GPU" not in torch_version():
+        raise NotHere(f"torch: {torch_version()}")
+    if not any("cuda" in path.read_text() for path in (ROOT / "pyserve").glob("*.py")):
+        raise NotHere("pyserve has no CUDA backend yet")
+    return pytest([ENGINE_TESTS], {"PYSERVE_DEVICE": "cuda"}, timeout_s=150)
+
+
+def pytest(arguments: list[str], environment: dict[str, str], timeout_s: float) -> Result:
+    if importlib.util.find_spec("pytest") is None:
+        raise NotHere("pytest is not installed")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, timeout=timeout_s,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if re.search(r"\d+ (passed|failed|tests? collected|error)", line)]
+    last = re.sub(r"=+", "", lines[-1]).strip() if lines else done.stdout[-300:]
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    check(done.returncode == 0, "; ".join([last, *failed[:5]]))
+    return Result(last, data={"output": done.stdout[-4000:]})
