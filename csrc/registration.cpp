@@ -306,6 +306,24 @@ Tensor run_program(const ProgramPtr& self, const Tensor& tokens, const Tensor& p
   return at::from_blob(const_cast<float*>(logits), {batch.num_samples, self->program.logits_width()}, [self](void*) {}, at::kFloat);
 }
 
+// Row i of `real` is (temperature, top_p, min_p), of `whole` (top_k, seed, position).
+Tensor sample_program(const ProgramPtr& self, const Tensor& logits, const Tensor& real, const Tensor& whole) {
+  const float* data = floats(logits, "logits", 2);
+  const float* r = floats(real, "real", 2);
+  check_tensor(whole, "whole", at::kLong, 2);
+  const int64_t num_rows = logits.size(0);
+  check(num_rows > 0 && logits.size(1) > 0, "logits must not be empty");
+  check(real.size(0) == num_rows && real.size(1) == 3, "real must be [", num_rows, ", 3]");
+  check(whole.size(0) == num_rows && whole.size(1) == 3, "whole must be [", num_rows, ", 3]");
+  const int64_t* w = whole.data_ptr<int64_t>();
+  std::vector<SampleRow> rows;
+  for (int64_t i = 0; i < num_rows; ++i, r += 3, w += 3)
+    rows.push_back({r[0], w[0], r[1], r[2], static_cast<uint64_t>(w[1]), static_cast<uint64_t>(w[2])});
+  Tensor tokens = at::empty({num_rows}, logits.options().dtype(at::kInt));
+  self->program.sample(data, logits.size(1), rows, tokens.data_ptr<int32_t>());
+  return tokens;
+}
+
 struct EventHolder : torch::CustomClassHolder {
   std::shared_ptr<Event> event;
   explicit EventHolder(std::shared_ptr<Event> event) : event(std::move(event)) {}
@@ -366,7 +384,8 @@ TORCH_LIBRARY(pyserve, m) {
       .def("gated_activation", &Method<&add_gated_activation>::call)
       .def("take_rows", &Method<&add_take_rows>::call)
       .def("set_logits", &Method<&set_logits>::call)
-      .def("run", &Method<&run_program>::call);
+      .def("run", &Method<&run_program>::call)
+      .def("sample", &Method<&sample_program>::call);
 
   m.class_<EventHolder>("CopyEvent")
       .def("query", [](const EventPtr& self) { return self->event->query(); })

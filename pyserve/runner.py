@@ -123,7 +123,7 @@ class Runner:
         if not step.requests:
             return StepResult({}, prompt_logprobs)
         wanted = logits if len(step.sample_at) == logits.shape[0] else logits[torch.tensor(step.sample_at)]
-        sampled = sample(wanted, step.requests)
+        sampled = sample(wanted, step.requests, self._program.sample)
         ids = [row.sequence.id for row in step.rows if row.samples]
         return StepResult(dict(zip(ids, sampled, strict=True)), prompt_logprobs)
 

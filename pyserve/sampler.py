@@ -11,9 +11,10 @@ truncation and temperature in the kernel, which never picks NaN or minus infinit
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 import pyserve.ops  # noqa: F401  loads the kernels
@@ -22,15 +23,40 @@ from pyserve.types import SamplingParams, TokenLogprobs
 _LOWEST = torch.finfo(torch.float32).min
 _HIGHEST = torch.finfo(torch.float32).max
 _NEVER = float("-inf")
+_NEVER_ENDS = 2**63
 
 
 @dataclass(slots=True)
 class SampleRequest:
-    """One row to sample. `tokens` is the prompt with what was generated so far; `prompt_len` of them are the prompt."""
+    """One row to sample. `tokens` is the prompt with what was generated so far; `prompt_len` of them are the prompt.
+
+    It may serve every step of its sequence: `tokens` grows, and what does not change is worked out once.
+    """
 
     params: SamplingParams
     tokens: Sequence[int]
     prompt_len: int
+    real: tuple[float, float, float] = field(init=False)  # temperature, top_p, min_p
+    whole: tuple[int, int] = field(init=False)  # top_k, seed
+    is_adjusted: bool = field(init=False)
+    _bans: torch.Tensor | None = field(init=False, default=None)  # ids int64, while the same ones are banned
+    _bans_end: int = field(init=False, default=0)  # number of generated tokens at which that changes
+
+    def __post_init__(self) -> None:
+        params = self.params
+        self.real = (params.temperature, params.top_p, params.min_p)
+        self.whole = (params.top_k, _signed(params.seed))
+        penalties = (params.repeat_penalty, params.presence_penalty, params.frequency_penalty)
+        self.is_adjusted = bool(params.logit_bias or params.banned_until) or penalties != (1.0, 0.0, 0.0)
+
+    def bans(self, vocab_size: int) -> torch.Tensor:
+        """The ids banned now, int64."""
+        num_generated = len(self.tokens) - self.prompt_len
+        if self._bans is None or num_generated >= self._bans_end:
+            bans = [(id, end) for id, end in self.params.banned_until if num_generated < end and 0 <= id < vocab_size]
+            self._bans = torch.tensor([id for id, _ in bans], dtype=torch.int64)
+            self._bans_end = min((end for _, end in bans), default=_NEVER_ENDS)
+        return self._bans
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +67,33 @@ class Sampled:
     logprobs: TokenLogprobs | None
 
 
-def sample(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[Sampled]:
+# (logits [rows, vocab], real [rows, 3], whole [rows, 3]) -> token ids [rows], as Program.sample
+Pick = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def pick_one_by_one(logits: torch.Tensor, real: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """The picker without a program: one kernel call for each row."""
+    rows = zip(logits, real.tolist(), whole.tolist(), strict=True)
+    picked = [
+        torch.ops.pyserve.sample_row(row, temperature, top_k, top_p, min_p, seed, position)
+        for row, (temperature, top_p, min_p), (top_k, seed, position) in rows
+    ]
+    return torch.tensor(picked, dtype=torch.int32)
+
+
+def sample(logits: torch.Tensor, requests: Sequence[SampleRequest], pick: Pick = pick_one_by_one) -> list[Sampled]:
     """Pick the next token of every row. `logits`: f32 [rows, vocab], changed in place."""
     assert logits.shape[0] == len(requests), "one request for each row of the logits"
+    if not requests:
+        return []
     for row, request in enumerate(requests):
-        _adjust(logits[row], request)
-    tokens = _pick(logits, requests)
+        if request.is_adjusted:
+            _adjust(logits[row], request)
+    real = torch.from_numpy(np.array([request.real for request in requests], dtype=np.float32))
+    whole = torch.from_numpy(np.array([(*r.whole, len(r.tokens)) for r in requests], dtype=np.int64))
+    tokens: list[int] = pick(logits, real, whole).tolist()
     return [
-        Sampled(token, _wanted_logprobs(logits[row], token, request.params))
+        Sampled(token, _wanted_logprobs(logits, row, token, request.params))
         for row, (token, request) in enumerate(zip(tokens, requests, strict=True))
     ]
 
@@ -75,8 +120,8 @@ def _most_probable(logprobs: torch.Tensor, num_top: int) -> tuple[tuple[int, flo
     return tuple(zip(ids, values[:num_top].tolist(), strict=True))
 
 
-def _wanted_logprobs(logits: torch.Tensor, token: int, params: SamplingParams) -> TokenLogprobs | None:
-    return None if params.num_logprobs is None else token_logprobs(logits, token, params.num_logprobs)
+def _wanted_logprobs(logits: torch.Tensor, row: int, token: int, params: SamplingParams) -> TokenLogprobs | None:
+    return None if params.num_logprobs is None else token_logprobs(logits[row], token, params.num_logprobs)
 
 
 def _adjust(logits: torch.Tensor, request: SampleRequest) -> None:
@@ -87,10 +132,8 @@ def _adjust(logits: torch.Tensor, request: SampleRequest) -> None:
         ids, values = zip(*biases, strict=True)
         logits.index_add_(0, torch.tensor(ids), torch.tensor(values, dtype=torch.float32))
     _penalise(logits, request)
-    num_generated = len(request.tokens) - request.prompt_len
-    banned = [token for token, until in params.banned_until if num_generated < until and 0 <= token < vocab_size]
-    if banned:
-        logits[torch.tensor(banned)] = _NEVER
+    if params.banned_until:
+        logits.index_fill_(0, request.bans(vocab_size), _NEVER)
 
 
 def _penalise(logits: torch.Tensor, request: SampleRequest) -> None:
@@ -106,20 +149,6 @@ def _penalise(logits: torch.Tensor, request: SampleRequest) -> None:
     if params.repeat_penalty != 1.0:
         seen = torch.where(seen > 0, seen / params.repeat_penalty, seen * params.repeat_penalty)
     logits[ids] = seen - times * params.frequency_penalty - params.presence_penalty
-
-
-def _pick(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int]:
-    """One token id for each row."""
-    return [_pick_row(logits[row], request) for row, request in enumerate(requests)]
-
-
-def _pick_row(logits: torch.Tensor, request: SampleRequest) -> int:
-    params, position = request.params, len(request.tokens)
-    seed = _signed(params.seed)
-    token: int = torch.ops.pyserve.sample_row(
-        logits, params.temperature, params.top_k, params.top_p, params.min_p, seed, position
-    )
-    return token
 
 
 def _signed(seed: int) -> int:

@@ -250,13 +250,31 @@ void Program::check_batch(const Batch& batch, const Pool& pool) const {
 
 const float* Program::run(const Batch& batch, const Pool& pool) {
   check(logits_.has_value(), "the program is not complete: set_logits must come before run");
-  std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
-  check(lock.owns_lock(), "the program is running: one run at a time");
+  const auto lock = lock_running();
   check_pool(pool);
   check_batch(batch, pool);
   const Step step{batch, pool};
   team_.run([&](Share share) { execute(step, share); });
   return registers_[static_cast<size_t>(*logits_)].f32.get();
+}
+
+void Program::sample(const float* logits, int64_t vocab_size, const std::vector<SampleRow>& rows, int32_t* tokens) {
+  const auto lock = lock_running();
+  const auto pick = [&](Share share) {
+    std::vector<float> scratch(static_cast<size_t>(2 * vocab_size));
+    for (size_t i = static_cast<size_t>(share.index); i < rows.size(); i += static_cast<size_t>(share.count))
+      tokens[i] = sample_row(logits + static_cast<int64_t>(i) * vocab_size, vocab_size, rows[i], scratch.data());
+  };
+  if (rows.size() == 1)  // not worth waking the others
+    pick({0, 1});
+  else
+    team_.run(pick);
+}
+
+std::unique_lock<std::mutex> Program::lock_running() {
+  std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
+  check(lock.owns_lock(), "the program is running: one run at a time");
+  return lock;
 }
 
 void Program::execute(const Step& step, Share share) {

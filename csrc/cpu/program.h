@@ -59,9 +59,13 @@ class Program {
 
   // Returns the logits [batch.num_samples, logits_width()], valid until the next run. Blocks; throws std::invalid_argument for a batch or pool that does not fit.
   const float* run(const Batch& batch, const Pool& pool);
+  // Picks a token for each row of logits [num_rows, vocab_size], row i with rows[i]; the team shares the rows. A call on its own, after a run.
+  void sample(const float* logits, int64_t vocab_size, const std::vector<SampleRow>& rows, int32_t* tokens);
   int64_t logits_width() const { return registers_.at(static_cast<size_t>(logits_.value())).width; }
 
  private:
+  std::unique_lock<std::mutex> lock_running();
+
   enum class Rows { none, tokens, samples };  // what a register holds
   template <class T>
   class Memory {  // zeros, 64-byte aligned
