@@ -131,6 +131,7 @@ class Landed:
     copy_id: int
     tier: Tier
     error: str = ""
+    copy_s: float = 0.0  # the copy alone, without the time that it waited
 
 
 class FailedEvent:

@@ -37,10 +37,10 @@ from typing import IO
 
 import torch
 
+from pyserve import page_runs
 from pyserve.errors import SettingsError
 from pyserve.host_arena import Extent
 from pyserve.ops import CopyFailed, CopyStream
-from pyserve.page_runs import combs, runs
 
 _FOLDER = "pyserve-parked-"
 _LOCK = "lock"
@@ -233,11 +233,9 @@ def comb_table(pages: Items[int], list_offset: int = 0) -> torch.Tensor:
     """The copy of `pages` in list order, from page `list_offset` of the host buffer on, as int32 [combs, 5]: start,
     run_pages, stride_pages, count, list_offset.
     """
-    table = [
-        (each.start, each.run_pages, each.stride_pages, each.count, each.list_offset + list_offset)
-        for each in combs(runs(pages))
-    ]
-    return torch.tensor(table, dtype=torch.int32).reshape(-1, 5)
+    table = torch.from_numpy(page_runs.comb_table(pages))
+    table[:, 4] += list_offset
+    return table
 
 
 def _write_all(out: IO[bytes], data: torch.Tensor) -> None:

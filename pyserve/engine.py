@@ -61,6 +61,7 @@ log = logging.getLogger("pyserve.engine")
 
 _COPY_WAIT_S = 1.0
 _STUCK_WAIT_S = 1.0
+_PROMPT_STEP_TOKENS = 64  # a step with so many prompt tokens tells how fast prompts are computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class EngineInfo:
     is_pinned: bool
     kv_type: str
     num_threads: int
+    isa: str
     max_queue: int
     tiers: tuple[str, ...] = ("ram", "recompute")  # where parked state may be, best first; none: parking is off
 
@@ -234,7 +236,8 @@ class Engine:
         while True:
             now_ms = time.monotonic() * 1e3
             room = self._parking.free_pages()
-            plan = self._ledger.apply(self._ledger.plan(now_ms, room, self._parking.disk_free_pages()), now_ms)
+            slow = self._transfers.rates.slow_tiers(time.monotonic())
+            plan = self._ledger.apply(self._ledger.plan(now_ms, room, self._parking.disk_free_pages(), slow), now_ms)
             for admission in plan.admissions:
                 self._admitted(self._tasks[admission.sequence.id])
             for failure in plan.failures:
@@ -331,6 +334,9 @@ class Engine:
         counters.busy_slots += len(step.rows)
         counters.longest_sequence = max(counters.longest_sequence, *(len(row.sequence.tokens) for row in step.rows))
         self._observe("step_s", step_s)
+        num_prompt_tokens = sum(row.length for row in step.rows if row.length > 1)
+        if num_prompt_tokens >= _PROMPT_STEP_TOKENS:
+            self._transfers.rates.prompt.add(num_prompt_tokens, step_s, time.monotonic())
 
     # --- ends and events
 

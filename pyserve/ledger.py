@@ -138,9 +138,13 @@ class Ledger:
 
     # One iteration
 
-    def plan(self, now_ms: float, host_free_pages: int, disk_free_pages: int = 0) -> Plan:
-        """What to do now; nothing is changed. Free pages: what the RAM tier and the disk tier could still take."""
-        self._room = Room(self.limits.page_size, host_free_pages, disk_free_pages)
+    def plan(
+        self, now_ms: float, host_free_pages: int, disk_free_pages: int = 0, slow: frozenset[Tier] = frozenset()
+    ) -> Plan:
+        """What to do now; nothing is changed. Free pages: what the RAM tier and the disk tier could still take.
+        `slow`: tiers from which it takes longer to bring a page back than to compute it again.
+        """
+        self._room = Room(self.limits.page_size, host_free_pages, disk_free_pages, slow)
         for sequence in self._view.waiting:
             if not self._view.is_behind_leader(sequence):
                 if sequence.waiting_since_ms is None:
@@ -326,6 +330,7 @@ class Ledger:
         sequence.preempted_ms += now_ms - sequence.parked_at_ms
         sequence.parked_at_ms = sequence.tier = None
         if restore.tier is Tier.RECOMPUTE:
+            sequence.parked_cells = 0
             sequence.num_computed = restore.cached_pages * self.limits.page_size
             self._residents.start(sequence)
             return

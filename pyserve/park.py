@@ -86,6 +86,10 @@ class Parking:
         return self.arena.held_bytes
 
     @property
+    def page_bytes(self) -> int:
+        return self._kv.page_bytes
+
+    @property
     def disk_bytes(self) -> int:
         return 0 if self.disk is None else self.disk.held_bytes
 
@@ -343,7 +347,9 @@ class Parking:
     def _report(self, copy: Copy, ending: Ending, now_s: float) -> Landed:
         copy_ms = (now_s - copy.started_s) * 1e3
         num_bytes = copy.num_bytes if ending is Ending.DONE else 0
-        return Landed(copy.sequence, copy.is_restore, ending, num_bytes, copy_ms, copy.id, copy.tier, copy.error)
+        return Landed(
+            copy.sequence, copy.is_restore, ending, num_bytes, copy_ms, copy.id, copy.tier, copy.error, copy.copy_s
+        )
 
     def _resident(self, copy: Copy) -> None:
         """The sequence is back: its host pages are kept for the next park."""

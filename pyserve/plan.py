@@ -68,7 +68,8 @@ class Restore:
     """Bring a sequence back. Tier RAM or DISK: copy the parked pages back, all but the first `cached_pages`.
 
     Those are in the pool already, shared with whoever holds them, and must not be written. With tier RECOMPUTE
-    there is no copy: the sequence runs at once, as a prompt. `tier` is the one it was parked in.
+    there is no copy: the sequence runs at once, as a prompt. `tier` is the one it was parked in, or
+    RECOMPUTE where that is quicker.
     """
 
     sequence: Sequence

@@ -140,8 +140,9 @@ class _Draft:
     def _bring_back(self, sequence: Sequence) -> None:
         num_cached = self._enter(sequence)
         assert sequence.tier is not None
-        self._restores.append(Restore(sequence, sequence.tier, num_cached))
-        if sequence.tier is Tier.RECOMPUTE:
+        tier = Tier.RECOMPUTE if sequence.tier in self._room.slow else sequence.tier
+        self._restores.append(Restore(sequence, tier, num_cached))
+        if tier is Tier.RECOMPUTE:
             self._entered.append((sequence, num_cached * self._view.limits.page_size))
 
     def _is_overdue(self, head: Sequence) -> bool:

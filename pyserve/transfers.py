@@ -14,6 +14,7 @@ from collections.abc import Sequence as Items
 from pyserve.ledger import Ledger
 from pyserve.park import Ending, Landed, Parking
 from pyserve.plan import Park, Restore
+from pyserve.rates import Rates
 from pyserve.sequence import Tier
 from pyserve.task import Task
 from pyserve.types import Counters, Event, Preempted, Resumed
@@ -22,7 +23,10 @@ log = logging.getLogger("pyserve.park")
 
 
 class Transfers:
-    """Parks and restores of the engine's tasks. `post` queues an event for a task's client."""
+    """Parks and restores of the engine's tasks. `post` queues an event for a task's client.
+
+    `rates` are measured here and by the steps, and say which tier is not worth its copies.
+    """
 
     def __init__(
         self,
@@ -38,6 +42,7 @@ class Transfers:
         self._counters = counters
         self._post = post
         self._page_size = ledger.limits.page_size
+        self.rates = Rates(parking.page_bytes, self._page_size)
 
     def collect(self) -> None:
         """Take note of every copy that has ended. Never waits."""
@@ -83,6 +88,8 @@ class Transfers:
             return
         is_ok = landed.ending is Ending.DONE
         if landed.is_restore:
+            if is_ok:
+                self.rates.restore[landed.tier].add(landed.num_bytes, landed.copy_s, time.monotonic())
             counters.restored_bytes += landed.num_bytes
             (self._ledger.restore_landed if is_ok else self._ledger.restore_failed)(sequence)
             if task is not None:

@@ -13,18 +13,21 @@ from pyserve.sequence import Sequence, Tier
 
 @dataclass(slots=True)
 class Room:
-    """Pages that the tiers could still take (R22, R23)."""
+    """Pages that the tiers could still take (R22, R23). `slow`: tiers from which a page comes back more slowly than it
+    is computed again.
+    """
 
     page_size: int
     ram_pages: int
     disk_pages: int = 0
+    slow: frozenset[Tier] = frozenset()
 
     def tier_of(self, sequence: Sequence) -> tuple[Tier, int]:
         """The tier that takes it, best first, and the pages it takes there. Nothing computed is nothing to copy."""
         num_pages = -(-sequence.num_computed // self.page_size)
-        if 0 < num_pages <= self.ram_pages:
+        if 0 < num_pages <= self.ram_pages and Tier.RAM not in self.slow:
             return Tier.RAM, num_pages
-        if 0 < num_pages <= self.disk_pages:
+        if 0 < num_pages <= self.disk_pages and Tier.DISK not in self.slow:
             return Tier.DISK, num_pages
         return Tier.RECOMPUTE, 0
 
@@ -36,7 +39,9 @@ class Room:
             self.disk_pages -= num_pages
 
     def can_hold(self, sequences: list[Sequence]) -> bool:
-        """Whether none of them would have to be computed again."""
+        """Whether none of them would have to be computed again for lack of room."""
+        if self.slow:
+            return True
         room = replace(self)
         for sequence in sequences:
             tier, num_pages = room.tier_of(sequence)

@@ -19,7 +19,7 @@ LAYERS = (
     ("plan", "pool", "prefix", "sequence", "page_runs"),
     ("view",),
     ("planner", "integrity", "residents"),
-    ("ledger",),
+    ("ledger", "rates"),
     ("ops",),
     ("models", "sampler", "kv_store", "host_arena", "disk_tier", "copies", "park"),
     ("runner",),
