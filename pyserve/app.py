@@ -192,7 +192,7 @@ def banner(state: ServerState) -> list[str]:
         f"pool   {limits.pool_tokens} tokens ({limits.num_pages} pages of {limits.page_size}, {limits.kv_type}, "
         f"{limits.num_pages * limits.page_bytes >> 20} MiB)",
         f"parks  {parking}",
-        f"cpu    {limits.num_threads} threads",
+        f"cpu    {limits.num_threads} threads, {limits.isa}",
     ]
 
 

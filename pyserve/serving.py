@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pyserve import ops
 from pyserve.disk_tier import DiskTier
 from pyserve.engine import Engine, EngineHandle, EngineInfo
 from pyserve.kv_store import KvStore
@@ -58,6 +60,8 @@ async def start_engine(settings: Settings, model_path: Path, on_progress: Callab
     )
     engine = EngineHandle(build_engine(model, settings, num_threads))
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    gc.collect()
+    gc.freeze()  # a vocabulary is 100,000 objects that stay; walking them again and again would stall the loop
     await engine.start()
     return ServedModel(engine, model.tokenizer, _chat_template(model), model.spec, model_path)
 
@@ -99,6 +103,7 @@ def build_engine(model: Model, settings: Settings, num_threads: int) -> Engine:
         is_pinned=False,
         kv_type=settings.kv_type,
         num_threads=num_threads,
+        isa=ops.isa(),
         max_queue=settings.max_queue,
         tiers=_tiers(settings),
     )

@@ -209,6 +209,7 @@ def _props(state: ServerState) -> dict[str, Any]:
             "is_pinned": limits.is_pinned,
         },
         "num_threads": limits.num_threads,
+        "isa": limits.isa,
         "is_exact": True,
     }
 

@@ -4,6 +4,8 @@ build of these sources.
 
 from __future__ import annotations
 
+import torch
+
 from pyserve.ops import build, fakes
 
 build.load()
@@ -28,6 +30,13 @@ __all__ = [
     "StepBatch",
     "allocate_pool",
     "copy_pages",
+    "isa",
     "pack",
     "page_bytes",
 ]
+
+
+def isa() -> str:
+    """The instruction set that the CPU kernels use: avx512, avx2 or generic (PYSERVE_CPU_ISA lowers it)."""
+    name: str = torch.ops.pyserve.isa()
+    return name

@@ -162,8 +162,8 @@ class Program:
     def sample(self, logits: torch.Tensor, real: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         """The next token of each row, int32 [R], by the program's threads and without the GIL.
 
-        `logits` float32 [R, vocab]; `real` float32 [R, 3]: temperature, top_p, min_p; `whole` int64 [R, 3]: top_k, seed,
-        position. Every row is picked as `torch.ops.pyserve.sample_row` picks it alone.
+        `logits` float32 [R, vocab]; `real` float32 [R, 3]: temperature, top_p, min_p; `whole` int64 [R, 3]: top_k,
+        seed, position. Every row is picked as `torch.ops.pyserve.sample_row` picks it alone.
         """
         result: torch.Tensor = self._handle.sample(logits, real, whole)
         return result

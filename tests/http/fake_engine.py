@@ -116,6 +116,7 @@ class FakeLimits:
     is_pinned: bool = False
     kv_type: str = "f16"
     num_threads: int = 2
+    isa: str = "avx2"
 
 
 @dataclass
