@@ -81,6 +81,7 @@ class EngineInfo:
     kv_type: str
     num_threads: int
     isa: str
+    isa: str
     max_queue: int
     tiers: tuple[str, ...] = ("ram", "recompute")  # where parked state may be, best first; none: parking is off
 
