@@ -26,11 +26,12 @@ from dataclasses import replace
 from pyserve import integrity, planner
 from pyserve.errors import Unavailable
 from pyserve.plan import Admission, Failure, Limits, Park, Plan, Restore, Row
+from pyserve.policy import Policy
 from pyserve.pool import Pool
 from pyserve.prefix import PrefixCache
 from pyserve.residents import Residents
-from pyserve.sequence import Sequence, State, Tier
-from pyserve.view import Room, View, restore_order
+from pyserve.sequence import Sequence, State, Tier, pass_leadership
+from pyserve.view import Room, View
 
 __all__ = ["Ledger", "Limits"]
 
@@ -38,10 +39,10 @@ __all__ = ["Ledger", "Limits"]
 class Ledger:
     """One pool and everyone on it."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, policy: Policy | None = None) -> None:
         self.limits = limits
         pool = Pool(limits.num_pages)
-        self._view = View(limits, pool, PrefixCache(pool, limits.page_size))
+        self._view = View(limits, pool, PrefixCache(pool, limits.page_size), policy or Policy())
         self._view.free_slots = list(range(limits.num_slots))
         self._slots: list[Sequence | None] = [None] * limits.num_slots
         self._filling: dict[int, int] = {}  # pages that a restore's copy writes, by sequence id
@@ -114,7 +115,7 @@ class Ledger:
 
     def parked(self) -> list[Sequence]:
         """In the order in which they come back."""
-        return sorted(self._view.parked.values(), key=restore_order)
+        return sorted(self._view.parked.values(), key=self._view.policy.restore)
 
     def sequence_in_slot(self, slot: int) -> Sequence | None:
         return self._slots[slot]
@@ -278,7 +279,7 @@ class Ledger:
             del (view.preempting if state is State.PREEMPTING else view.restoring)[sequence.id]
             view.departing[sequence.id] = sequence
         if not sequence.is_generating:
-            self._pass_leadership(sequence)
+            pass_leadership(sequence, view.waiting)
         return sequence.id not in view.departing
 
     # Parts
@@ -364,14 +365,6 @@ class Ledger:
         assert sequence.slot is not None and self._slots[sequence.slot] is sequence
         self._slots[sequence.slot] = None
         self._view.free_slots.append(sequence.slot)
-
-    def _pass_leadership(self, leader: Sequence) -> None:
-        """`leader` ended before its prompt was computed: the first that waited for it computes it for the others."""
-        heir: Sequence | None = None
-        for sequence in self._view.waiting:
-            if sequence.prompt_leader == leader.id:
-                sequence.prompt_leader = heir.id if heir is not None else None
-                heir = heir or sequence
 
     # The last resort
 

@@ -32,7 +32,7 @@ from dataclasses import replace
 
 from pyserve.plan import Admission, Failure, Park, ParkReason, Plan, Restore, Row
 from pyserve.sequence import Sequence, Tier
-from pyserve.view import Room, View, restore_order
+from pyserve.view import Room, View
 
 PASSED_ADMISSIONS = 4  # waiting sequences that are looked at behind one that does not fit
 
@@ -121,7 +121,7 @@ class _Draft:
 
     def restore(self) -> None:
         """All that fit, in order; one that does not fit holds up nobody, unless room is being made for it (R6, R7)."""
-        queue = sorted(self._view.parked.values(), key=restore_order)
+        queue = sorted(self._view.parked.values(), key=self._view.policy.restore)
         head = self._view.rotation_head
         if head is not None:  # whoever made room for it may have been parked more often
             queue.remove(head)
@@ -222,13 +222,18 @@ class _Draft:
         view = self._view
         slots = sorted(view.free_slots)
         reserve = self._entry_reserve()
+        predicted = view.policy.predicted_tokens
+        if predicted:
+            reserve += sum(self._predicted_growth(each, predicted) for each in view.running.values())
         num_passed = 0
         for sequence in view.waiting:
             if len(self._admissions) == len(slots) or num_passed > PASSED_ADMISSIONS:
                 return
             if sequence.id in self._gone or view.is_behind_leader(sequence):
                 continue
-            if self._cost(sequence, self._vacated) <= self._available - reserve:
+            growth = self._predicted_growth(sequence, predicted) if predicted else 0
+            if self._cost(sequence, self._vacated) + growth <= self._available - reserve:
+                reserve += growth
                 num_cached = self._enter(sequence)
                 self._admissions.append(Admission(sequence, slots[len(self._admissions)], num_cached))
                 self._entered.append((sequence, num_cached * view.limits.page_size))
@@ -237,6 +242,14 @@ class _Draft:
             since = sequence.waiting_since_ms
             if since is not None and self._now_ms - since > view.limits.rotation_delay_ms:
                 return
+
+    def _predicted_growth(self, sequence: Sequence, predicted: int) -> int:
+        """Pages that it lacks for an answer of `predicted` tokens, beyond its runway. None where nobody runs, so that
+        nothing waits for ever.
+        """
+        view = self._view
+        missing = view.wanted_pages(sequence, max(0, predicted - sequence.num_generated))
+        return max(0, missing - view.wanted_pages(sequence, view.entry_runway)) if view.running else 0
 
     # Rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING
 
@@ -128,3 +129,12 @@ class Sequence:
             f"Sequence({self.id}, {self.state.value}, computed {self.num_computed} of {len(self.tokens)}, "
             f"{len(self.pages)} pages)"
         )
+
+
+def pass_leadership(leader: Sequence, waiting: Iterable[Sequence]) -> None:
+    """`leader` ended before its prompt was computed: the first that waited for it computes it for the others."""
+    heir: Sequence | None = None
+    for sequence in waiting:
+        if sequence.prompt_leader == leader.id:
+            sequence.prompt_leader = heir.id if heir is not None else None
+            heir = heir or sequence

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from pyserve.plan import Limits
+from pyserve.policy import Policy
 from pyserve.pool import Pool
 from pyserve.prefix import PrefixCache
 from pyserve.sequence import Sequence, Tier
@@ -51,11 +52,6 @@ class Room:
         return True
 
 
-def restore_order(sequence: Sequence) -> tuple[int, float, int]:
-    """Most parked first, then longest parked (R6)."""
-    return (-sequence.num_parks, sequence.parked_at_ms or 0.0, sequence.id)
-
-
 @dataclass(slots=True)
 class View:
     """Everything that the planner may read. Dictionaries by sequence id, in the order of arrival there."""
@@ -63,6 +59,7 @@ class View:
     limits: Limits
     pool: Pool
     cache: PrefixCache
+    policy: Policy = field(default_factory=Policy)
     live: dict[int, Sequence] = field(default_factory=dict)  # submitted and not ended
     waiting: deque[Sequence] = field(default_factory=deque)
     running: dict[int, Sequence] = field(default_factory=dict)
@@ -120,11 +117,10 @@ class View:
 
     def victims(self) -> list[Sequence]:
         """Whom to park, best first (R4)."""
-        leader = self.leader()
+        leader, pool, key = self.leader(), self.pool, self.policy.victim
         starved = self.limits.starved_parks
         candidates = [each for each in self.running.values() if each is not leader]
-        own = self.pool.num_own
-        return sorted(candidates, key=lambda each: (each.num_parks >= starved, own(each.pages), -each.id))
+        return sorted(candidates, key=lambda each: (each.num_parks >= starved, key(pool, each), -each.id))
 
     def match_limit(self, sequence: Sequence) -> int:
         """How many leading pages the prompt cache may provide; at least one token is left to compute or copy."""

@@ -17,6 +17,7 @@ LAYERS = (
     ("types",),
     ("text", "settings", "metrics"),
     ("plan", "pool", "prefix", "sequence", "page_runs"),
+    ("policy",),
     ("view",),
     ("planner", "integrity", "residents"),
     ("ledger", "rates"),
@@ -39,7 +40,7 @@ FENCES = {
     "asyncio": {"engine", "generation", "serving", "park", "http", "app", "__main__"},
 }
 # What the pure core may import from outside: no torch, no clock, no input or output.
-PURE = {"plan", "pool", "prefix", "sequence", "page_runs", "view", "residents", "planner", "integrity", "ledger"}
+PURE = {"plan", "pool", "prefix", "sequence", "page_runs", "policy", "view", "residents", "planner", "integrity", "ledger"}
 PURE_MAY_IMPORT = {
     "__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools",
     "math", "operator", "typing",
