@@ -15,6 +15,8 @@ from pyserve.sequence import Sequence, Tier
 
 log = logging.getLogger("pyserve.park")
 
+_SAMPLED = 8  # one page in so many is hashed with "sample"
+
 
 class Event(Protocol):
     """What a copy stream or the disk tier gives for something that it does."""
@@ -57,6 +59,16 @@ class Host:
                 found.append((Extent(extent.slab, extent.first + low - number, high - low), low))
             number += extent.count
         return found
+
+    def choose_hashes(self, start: int, verify: str, salt: int) -> None:
+        """Mark the pages from `start` on that are hashed on their way out. `salt` spreads a sample over the places."""
+        for extent, number in self.stretches(start, self.num_pages):
+            marks = extent.slab.hashes[extent.first : extent.first + extent.count]
+            marks.fill_(int(verify == "all"))
+            if verify == "sample":
+                marks[(salt - number) % _SAMPLED :: _SAMPLED] = 1
+                if number + extent.count == self.num_pages:
+                    marks[-1] = 1
 
 
 @dataclass(eq=False, slots=True)

@@ -68,6 +68,7 @@ def _counters(counters: Counters) -> Iterator[Figure]:
     yield "pyserve:copy_failed_total", "Parks and restores whose copy failed.", counters.copies_failed
     yield "pyserve:hash_mismatch_total", "Restores of pages that were not what was parked.", counters.hash_mismatches
     yield "pyserve:parked_bytes_total", "Bytes copied out of the pool.", counters.parked_bytes
+    yield "pyserve:moved_bytes_total", "Bytes of parked state moved from memory to disk.", counters.moved_bytes
     yield "pyserve:restored_bytes_total", "Bytes copied back into the pool.", counters.restored_bytes
     yield "pyserve:sequences_finished_total", "Sequences that ended well.", counters.finished
     yield "pyserve:sequences_failed_total", "Sequences that ended with an error.", counters.failed

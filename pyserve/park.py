@@ -13,6 +13,9 @@ Only what changed (R23a). When a sequence is resident again its host pages stay 
 full, will never change, so that the next park copies only those behind them. Kept pages count as free: they are
 dropped, oldest first, when a park needs room that the budget does not have otherwise.
 
+When memory will not take the next park, what comes back last is moved to disk. Its host pages stay until the file is
+written, so that a restore in between just calls the move off.
+
 Verification (R23b). Pages are hashed as they go out and checked as they come back: all of them, or, with "sample",
 every eighth and the last. Pages on disk are all hashed, since a hash costs nothing beside a disk.
 
@@ -32,6 +35,7 @@ import logging
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 from pyserve.copies import Copy, Ending, FailedEvent, Host, Landed
 from pyserve.disk_tier import DiskTier, ParkFile, comb_table
@@ -44,7 +48,6 @@ __all__ = ["Ending", "Landed", "Parking"]
 
 log = logging.getLogger("pyserve.park")
 
-_SAMPLED = 8  # one page in so many is hashed with "sample"
 _DEADLINE_S = 60.0
 
 
@@ -73,6 +76,7 @@ class Parking:
         self._files: dict[int, ParkFile] = {}  # parked on disk
         self._kept: dict[int, Host] = {}  # of sequences that are resident again, oldest first
         self._copies: dict[int, Copy] = {}  # one at most for each sequence, by its id
+        self._moves: dict[int, Copy] = {}  # from memory to disk, by sequence id; the host pages stay until it has ended
         self._queue: list[Copy] = []  # those of them that wait for host memory, first come first
         self._overdue: dict[int, Copy] = {}  # by copy id
         self._copy_ids = itertools.count()
@@ -156,6 +160,7 @@ class Parking:
         False when there is nothing to copy: the sequence is resident at once.
         """
         copy = self._new_copy(sequence, Tier.RAM, is_restore=True)
+        self._call_off_move(sequence)
         copy.file = self._files.pop(sequence.id, None)
         copy.host = self._hosts.pop(sequence.id, None)
         parked = copy.host or copy.file
@@ -176,12 +181,32 @@ class Parking:
             self._post(copy, pages, cached_pages, parked.num_pages)
         return True
 
+    @property
+    def is_room_wanted(self) -> bool:
+        """Memory will not take the next park, the disk can take one of those that lie there, and nothing is moving."""
+        if self.disk is None or self._moves or not self._hosts:
+            return False
+        wanted = min(self._spare_pages, self.arena.budget_bytes // self._kv.page_bytes // 2)
+        return self.free_pages() < wanted <= self.disk_free_pages()
+
+    def move_to_disk(self, sequence: Sequence) -> None:
+        """Post the move of a sequence parked in memory; until it has ended the memory still counts."""
+        host = self._hosts[sequence.id]
+        assert self.disk is not None
+        file, event = self.disk.write_extents([extent for extent, _ in host.stretches(0, host.num_pages)])
+        now_s = time.monotonic()
+        move = Copy(next(self._copy_ids), sequence, Tier.DISK, False, 0, now_s, now_s + self.deadline_s, file=file)
+        move.num_bytes = host.num_pages * self._kv.page_bytes
+        move.events = [event]
+        self._moves[sequence.id] = move
+
     def discard(self, sequences: Iterable[Sequence]) -> None:
         """Give back the state of sequences that have ended, or will be computed again; now, or when its copy landed."""
         for sequence in sequences:
             copy = self._copies.get(sequence.id)
             if copy is not None:
                 copy.is_discarded = True
+            self._call_off_move(sequence)
             self._release(self._hosts.pop(sequence.id, None))
             self._release(self._kept.pop(sequence.id, None))
             self._drop_file(self._files.pop(sequence.id, None))
@@ -194,11 +219,11 @@ class Parking:
         self._post_queued()
         if not self._queue:
             self.arena.trim(now_s, self._spare_pages)
-        if not self._copies and not self._overdue:
+        if not self._copies and not self._overdue and not self._moves:
             return []
         endings = [(copy, copy.ending(now_s)) for copy in tuple(self._copies.values())]
         landed = [self._land(copy, ending, now_s) for copy, ending in endings if ending is not None]
-        return landed + self._late(now_s)
+        return landed + self._moved(now_s) + self._late(now_s)
 
     def rest(self) -> None:
         """Nobody is served: give idle memory back."""
@@ -227,7 +252,7 @@ class Parking:
         if self.disk is not None:
             self.disk.close()
         self._stream.close()
-        for held in (self._copies, self._hosts, self._kept, self._files, self._overdue, self._queue):
+        for held in (self._copies, self._moves, self._hosts, self._kept, self._files, self._overdue, self._queue):
             held.clear()
         self.arena.close()
 
@@ -271,7 +296,7 @@ class Parking:
             if copy.is_discarded:
                 continue
             start = min(copy.host.full_pages, len(copy.pages))
-            self._choose_hashes(copy, start)
+            copy.host.choose_hashes(start, self._verify, copy.sequence.id)
             copy.num_bytes = (len(copy.pages) - start) * self._kv.page_bytes
             copy.host.full_pages = copy.sequence.num_computed // self._page_size
             self._post(copy, copy.pages, start, len(copy.pages))
@@ -302,21 +327,6 @@ class Parking:
                 return
             copy.events.append(event)
 
-    def _choose_hashes(self, copy: Copy, start: int) -> None:
-        """Mark the pages that are hashed on their way out."""
-        assert copy.host is not None
-        if self._verify == "off":
-            return
-        for extent, number in copy.host.stretches(start, copy.host.num_pages):
-            marks = extent.slab.hashes[extent.first : extent.first + extent.count]
-            if self._verify == "all":
-                marks.fill_(1)
-            else:
-                marks.zero_()
-                marks[(copy.sequence.id - number) % _SAMPLED :: _SAMPLED] = 1
-                if number + extent.count == copy.host.num_pages:
-                    marks[-1] = 1
-
     def _land(self, copy: Copy, ending: Ending, now_s: float) -> Landed:
         del self._copies[copy.sequence.id]
         if copy in self._queue:
@@ -343,6 +353,29 @@ class Parking:
             self._release(copy.host)
             self._drop_file(copy.file)
         return [self._report(copy, Ending.LATE, now_s) for copy in late]
+
+    def _moved(self, now_s: float) -> list[Landed]:
+        moved = []
+        for move in tuple(self._moves.values()):
+            ending = move.ending(now_s)
+            if ending is None:
+                continue
+            del self._moves[move.sequence.id]
+            if ending is Ending.DONE and move.file is not None:
+                self._release(self._hosts.pop(move.sequence.id))
+                self._files[move.sequence.id] = move.file
+                moved.append(self._report(move, Ending.DONE, now_s))
+            else:
+                self._drop_file(move.file)
+                assert self.disk is not None
+                self.disk.failed(now_s)
+                log.warning("sequence %d stays in memory, for the disk failed: %s", move.sequence.id, move.error)
+        return [replace(each, ending=Ending.MOVED) for each in moved]
+
+    def _call_off_move(self, sequence: Sequence) -> None:
+        move = self._moves.pop(sequence.id, None)
+        if move is not None:
+            self._drop_file(move.file)
 
     def _report(self, copy: Copy, ending: Ending, now_s: float) -> Landed:
         copy_ms = (now_s - copy.started_s) * 1e3

@@ -68,6 +68,14 @@ class Transfers:
         is_near = ledger.limits.preempt_every > 0 or (num_running > 1 and num_available * 2 < ledger.limits.num_pages)
         if is_near and num_running:
             self._parking.prepare(-(-ledger.limits.num_pages // num_running))
+        if self._parking.is_room_wanted:
+            self._move_one_to_disk()
+
+    def _move_one_to_disk(self) -> None:
+        """The one that comes back last."""
+        in_memory = [each for each in self._ledger.parked() if each.tier is Tier.RAM]
+        if in_memory and Tier.DISK not in self.rates.slow_tiers(time.monotonic()):
+            self._parking.move_to_disk(in_memory[-1])
 
     def _land(self, landed: Landed) -> None:
         counters, sequence = self._counters, landed.sequence
@@ -75,6 +83,10 @@ class Transfers:
         if landed.ending is Ending.LATE:
             self._ledger.overdue_landed(landed.copy_id)
             log.info("an overdue copy of sequence %d has ended after %.0f ms", sequence.id, landed.copy_ms)
+            return
+        if landed.ending is Ending.MOVED:
+            counters.moved_bytes += landed.num_bytes
+            self._ledger.moved_to_disk(sequence)
             return
         self._count(landed)
         if landed.ending is not Ending.DONE and task is not None:

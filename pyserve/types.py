@@ -201,6 +201,7 @@ class Counters:
     hash_mismatches: int = 0  # restores of pages that were not what was parked
     parked_bytes: int = 0
     restored_bytes: int = 0
+    moved_bytes: int = 0  # parked state that went from memory to disk
     failed: int = 0
     cancelled: int = 0
     finished: int = 0

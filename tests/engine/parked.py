@@ -66,3 +66,10 @@ def round_trip(parking: Parking, kv: KvStore, sequence: Sequence, pages: list[in
     kv.tensor.view(torch.uint8).reshape(kv.tensor.shape[0], -1)[pages] = 0xEE
     assert restore(parking, sequence, back).ending is Ending.DONE
     assert torch.equal(content(kv, back), before)
+
+
+def flip(parking: Parking, sequence_id: int, page: int) -> None:
+    """One bit of a parked page."""
+    host = parking._hosts[sequence_id]
+    ((extent, _),) = host.stretches(page, page + 1)
+    extent.slab.data[extent.first * parking._kv.page_bytes + 17] ^= 4

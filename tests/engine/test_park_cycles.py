@@ -9,7 +9,7 @@ import torch
 
 from pyserve.park import Ending, Parking
 from pyserve.sequence import Tier
-from tests.engine.parked import PAGE_SIZE, content, one, park, restore, round_trip, sequence_of, small_store
+from tests.engine.parked import PAGE_SIZE, content, flip, park, restore, round_trip, sequence_of, small_store
 
 
 def test_a_thousand_cycles_allocate_nothing_after_the_first() -> None:
@@ -99,13 +99,6 @@ def test_a_restore_leaves_the_pages_alone_that_the_prompt_cache_provides() -> No
     parking.close()
 
 
-def flip(parking: Parking, sequence_id: int, page: int) -> None:
-    """One bit of a parked page."""
-    host = parking._hosts[sequence_id]
-    ((extent, _),) = host.stretches(page, page + 1)
-    extent.slab.data[extent.first * parking._kv.page_bytes + 17] ^= 4
-
-
 @pytest.mark.parametrize("page", [0, 3, 6])
 def test_a_bit_that_flips_in_memory_is_noticed(page: int) -> None:
     kv = small_store()
@@ -156,8 +149,7 @@ def test_a_park_waits_for_memory_beside_the_loop_and_ends_cleanly_when_its_seque
     parking.discard([first])
     landed = {}
     while len(landed) < 2:
-        each = one(parking)
-        landed[each.sequence.id] = each
+        landed |= {each.sequence.id: each for each in parking.landed()}
     assert landed[2].ending is Ending.DONE
     restore(parking, second, [8, 9])
     assert torch.equal(content(kv, [8, 9]), before)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from pyserve.kv_store import KvStore
 from pyserve.ops import CopyStream
 from pyserve.park import Ending, Parking
 from pyserve.sequence import Tier
-from tests.engine.parked import content, park, restore, sequence_of, small_store
+from tests.engine.parked import content, flip, one, park, restore, sequence_of, small_store
 
 MIB = 1 << 20
 
@@ -58,6 +60,76 @@ def test_pages_come_back_from_disk_as_they_went(tmp_path: Path, piece_pages: int
     assert not file.exists() and parking.disk_bytes == 0
     parking.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_parked_state_moves_from_memory_to_disk(tmp_path: Path) -> None:
+    kv = small_store()
+    parking = parking_on(tmp_path, kv)
+    sequence = sequence_of(26)
+    before = content(kv, list(range(7)))
+    park(parking, sequence, list(range(7)))
+    parking.move_to_disk(sequence)
+    assert parking.parked_bytes(sequence) == 7 * kv.page_bytes
+    landed = one(parking)
+    assert (landed.ending, landed.num_bytes) == (Ending.MOVED, 7 * kv.page_bytes)
+    parking.rest()
+    assert parking.held_bytes == 0 and parking.disk_bytes == 7 * kv.page_bytes
+    assert restore(parking, sequence, list(range(10, 17))).ending is Ending.DONE
+    assert torch.equal(content(kv, list(range(10, 17))), before)
+    parking.close()
+
+
+def test_a_bit_that_flips_in_memory_before_the_move_is_noticed_after_it(tmp_path: Path) -> None:
+    kv = small_store()
+    parking = parking_on(tmp_path, kv)
+    sequence = sequence_of(26)
+    park(parking, sequence, list(range(7)))
+    flip(parking, 0, 4)
+    parking.move_to_disk(sequence)
+    assert one(parking).ending is Ending.MOVED
+    assert restore(parking, sequence, list(range(10, 17))).ending is Ending.MISMATCH
+    parking.close()
+
+
+@pytest.mark.parametrize("is_restored", [True, False])
+def test_a_move_is_called_off_when_its_sequence_comes_back_or_ends(tmp_path: Path, is_restored: bool) -> None:
+    kv = small_store()
+    parking = parking_on(tmp_path, kv)
+    assert parking.disk is not None
+    gate = threading.Event()
+    parking.disk._thread.submit(gate.wait, 10)
+    sequence = sequence_of(26)
+    before = content(kv, list(range(7)))
+    park(parking, sequence, list(range(7)))
+    parking.move_to_disk(sequence)
+    if is_restored:
+        assert restore(parking, sequence, list(range(10, 17))).ending is Ending.DONE
+        assert torch.equal(content(kv, list(range(10, 17))), before)
+    parking.discard([sequence])
+    gate.set()
+    settled(parking)
+    parking.rest()
+    assert parking.landed() == []
+    assert (parking.held_bytes, parking.disk_bytes) == (0, 0)
+    assert list(parking.disk.folder.glob("*.pages")) == []
+    parking.close()
+
+
+def test_a_move_that_fails_leaves_the_state_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kv = small_store()
+    parking = parking_on(tmp_path, kv)
+    assert parking.disk is not None
+    shutil.rmtree(parking.disk.folder)
+    sequence = sequence_of(26)
+    before = content(kv, list(range(7)))
+    park(parking, sequence, list(range(7)))
+    parking.move_to_disk(sequence)
+    while parking.disk_bytes:
+        assert parking.landed() == []
+    assert [record.getMessage().count("stays in memory") for record in caplog.records] == [1]
+    assert restore(parking, sequence, list(range(10, 17))).ending is Ending.DONE
+    assert torch.equal(content(kv, list(range(10, 17))), before)
+    parking.close()
 
 
 def test_the_limit_holds_and_what_ends_gives_its_room_back(tmp_path: Path) -> None:

@@ -158,6 +158,19 @@ def test_past_the_memory_budget_chats_are_parked_on_disk(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_lies_in_memory_moves_to_disk_when_memory_is_wanted(
+    tiny_model: Model, texts: list[list[int]], tmp_path: Path
+) -> None:
+    def little_memory(engine: Engine) -> None:
+        engine._parking.arena.budget_bytes = 40 * engine.info.page_bytes
+
+    result = pressed(tiny_model, little_memory, preempt_disk=str(tmp_path))
+    assert [o.tokens for o in result.outcomes] == texts
+    assert result.counters.moved_bytes > 0
+    assert_clean(result)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("preempt_async", [True, False], ids=["async", "sync"])
 def test_forced_parks_to_disk_change_nothing(
