@@ -21,6 +21,7 @@ from pyserve.types import (
     SequenceRequest,
     Snapshot,
     Token,
+    TokenLogprobs,
 )
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -32,6 +33,7 @@ class Outcome:
     """One sequence as its client saw it."""
 
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     finished: Finished | None = None
     error: Exception | None = None
@@ -100,6 +102,7 @@ async def _consume(handle: EngineHandle, group: Sequence[SequenceRequest], numbe
         outcome = outcomes[event.index]
         if isinstance(event, Token):
             outcome.tokens.append(event.token)
+            outcome.logprobs.append(event.logprobs)
         elif isinstance(event, Preempted | Resumed):
             outcome.notices.append(type(event).__name__)
         elif isinstance(event, Finished):
