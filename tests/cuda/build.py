@@ -66,7 +66,7 @@ SANITIZER_FLAGS = {
     ],
     "tsan": ["-DEMULATOR_TSAN", "-fsanitize=thread", "-fno-omit-frame-pointer", "-fno-tree-loop-distribute-patterns"],
 }
-# The emulator itself must be invisible to TSan: not instrumented, and no loop turned into a memcpy, which is intercepted.
+# TSan must not see the emulator itself: not instrumented, and no loop turned into a memcpy, which is intercepted.
 EMULATOR_TSAN_FLAGS = ["-DEMULATOR_TSAN", "-fno-omit-frame-pointer", "-fno-tree-loop-distribute-patterns"]
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Werror", "all-warnings", "-Xptxas", "-v"]
 
@@ -225,8 +225,8 @@ def build_cubin(source: str | Path, arch: str, defines: Sequence[str] = ()) -> C
 def parse_ptxas(log: str) -> Iterator[KernelReport]:
     """The report of `-Xptxas -v`, one entry for each kernel."""
     pattern = re.compile(
-        r"Compiling entry function '(?P<name>\w+)'.*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores,"
-        r" (?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
+        r"Compiling entry function '(?P<name>\w+)'.*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill"
+        r" stores, (?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
         re.DOTALL,
     )
     for found in pattern.finditer(log):
@@ -249,7 +249,9 @@ class ChildResult:
     output: str
 
 
-def run_child(sanitizer: str, script: Path, *arguments: str, timeout_s: float = 120) -> ChildResult:
+def run_child(
+    sanitizer: str, script: Path, *arguments: str, timeout_s: float = 120, tsan_options: str = ""
+) -> ChildResult:
     """Runs a Python script with the sanitizer's runtime loaded and PYSERVE_EMULATOR_SANITIZER set. Build first what it
     will load. TSan's reports give exit code 66, ASan's and UBSan's 1.
     """
@@ -259,7 +261,7 @@ def run_child(sanitizer: str, script: Path, *arguments: str, timeout_s: float = 
         "PYTHONMALLOC": "malloc",
         "PYTHONPATH": str(ROOT),
         "ASAN_OPTIONS": "detect_leaks=0",
-        "TSAN_OPTIONS": "exitcode=66:report_signal_unsafe=0:suppress_equal_stacks=0:suppress_equal_addresses=0",
+        "TSAN_OPTIONS": f"exitcode=66:report_signal_unsafe=0:{tsan_options}",
     }
     if sanitizer:
         names = {"asan": ["libasan.so", "libubsan.so"], "tsan": ["libtsan.so"]}[sanitizer]

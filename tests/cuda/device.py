@@ -62,9 +62,10 @@ def comb_table(pages: Sequence[int]) -> NDArray[np.int32]:
 
 def page_hashes(pages: Bytes) -> NDArray[np.uint64]:
     """The hash that csrc/cuda/page_move.cuh defines, of each row."""
-    words = np.ascontiguousarray(pages).view("<u8").astype(np.uint64)
+    words: NDArray[np.uint64] = np.ascontiguousarray(pages).view(np.uint64)
     with np.errstate(over="ignore"):
-        x = words + np.arange(1, words.shape[1] + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        steps = np.arange(1, words.shape[1] + 1, dtype=np.uint64)
+        x: Any = words + steps * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
         x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
         return np.asarray((x ^ (x >> np.uint64(33))).sum(axis=1, dtype=np.uint64))
@@ -99,8 +100,8 @@ class Device:
         return self.memory(values.reshape(num_pages, page_bytes), is_pinned=False)
 
     def host(self, num_pages: int, page_bytes: int, *, is_pinned: bool = True) -> Bytes:
-        values = np.zeros(num_pages * page_bytes + 16, np.uint8)
-        values = values[-values.ctypes.data % 16 :][: num_pages * page_bytes].reshape(num_pages, page_bytes)
+        whole = np.zeros(num_pages * page_bytes + 16, np.uint8)
+        values = whole[-whole.ctypes.data % 16 :][: num_pages * page_bytes].reshape(num_pages, page_bytes)
         return self.memory(values, is_pinned=True) if is_pinned else values
 
     def stream(self) -> ctypes.c_void_p:
@@ -167,18 +168,14 @@ class Device:
             hashes=None if hashes is None else hashes.ctypes.data,
         )
 
-    def copy(
-        self, pool: Bytes, host: Bytes, table: NDArray[np.int32], stream: ctypes.c_void_p, **options: Any
-    ) -> None:
+    def copy(self, pool: Bytes, host: Bytes, table: NDArray[np.int32], stream: ctypes.c_void_p, **options: Any) -> None:
         """Posts; raises CudaFailed with the message."""
         request = self.request(pool, host, table, **options)
         message = ctypes.create_string_buffer(300)
         code = self.so.pyserve_cuda_page_copy(ctypes.byref(request), stream, message, ctypes.c_int64(300))
         self._check("page_copy", code, message.value.decode())
 
-    def hash(
-        self, pool: Bytes, table: NDArray[np.int32], hashes: NDArray[np.uint64], stream: ctypes.c_void_p
-    ) -> None:
+    def hash(self, pool: Bytes, table: NDArray[np.int32], hashes: NDArray[np.uint64], stream: ctypes.c_void_p) -> None:
         host = np.zeros((len(hashes), pool.shape[1]), np.uint8)
         request = self.request(pool, host, table, to_host=True)
         code = self.so.pyserve_cuda_page_hash(

@@ -1,5 +1,5 @@
-"""Which element of a matrix each lane of a warp holds, for mma.m16n8k16, m16n8k32 and ldmatrix: written down from the PTX
-ISA a second time, apart from the emulator, to check both it and a GPU.
+"""Which element of a matrix each lane of a warp holds, for mma.m16n8k16, m16n8k32 and ldmatrix: written down from the
+PTX ISA a second time, apart from the emulator, to check both it and a GPU.
 """
 
 from __future__ import annotations

@@ -33,9 +33,7 @@ class Mistakes:
         is_about_blocks = "block" in name
         out = np.zeros(320, np.float32) if is_about_blocks else np.full(64, 7, np.float32)
         try:
-            self.library.call(
-                "mistake_run", self.names.index(name), out, start, 64, 4 if is_about_blocks else 1, None
-            )
+            self.library.call("mistake_run", self.names.index(name), out, start, 64, 4 if is_about_blocks else 1, None)
         except EmulatorError as failed:
             return Outcome(str(failed), out)
         return Outcome("", out)

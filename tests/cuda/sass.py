@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -14,10 +15,8 @@ from tests.cuda.build import cuda_home
 def disassembler() -> Path | None:
     folders = [Path(sysconfig.get_paths()["purelib"]) / "nvidia" / f"cu{major}" / "bin" for major in (13, 14)]
     folders.append(Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cuda_nvdisasm" / "bin")
-    try:
+    with contextlib.suppress(FileNotFoundError):
         folders.append(cuda_home() / "bin")
-    except FileNotFoundError:
-        pass
     found = shutil.which("nvdisasm")
     candidates = [folder / "nvdisasm" for folder in folders] + ([Path(found)] if found else [])
     return next((path for path in candidates if path.is_file()), None)

@@ -1,5 +1,5 @@
-"""Every kernel source compiles for every architecture with warnings as errors, without spills, and the copy kernels move
-16 bytes at a time. Skipped only where there is no nvcc.
+"""Every kernel source compiles for every architecture with warnings as errors, without spills, and the copy kernels
+move 16 bytes at a time. Skipped only where there is no nvcc.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def kernel_code(cubin: Cubin, part: str) -> list[str]:
 @pytest.mark.parametrize(("move", "has_store"), [(0, True), (1, True), (2, False)], ids=["gather", "scatter", "hash"])
 def test_pages_move_16_bytes_at_a_time(arch: str, move: int, has_store: bool) -> None:
     cubin = build_cubin("page_copy.cu", arch)
-    for has_hash in ([0, 1] if has_store else [1]):
+    for has_hash in [0, 1] if has_store else [1]:
         code = kernel_code(cubin, f"page_move_kernelILNS0_4MoveE{move}ELb{has_hash}")
         assert count(code, "LDG", ".128") >= 5  # four in flight, and the rest of a page
         assert count(code, "LDG") == count(code, "LDG", ".128")

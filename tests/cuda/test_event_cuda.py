@@ -1,5 +1,5 @@
-"""Events as R14 and R15 ask for them: not ready is an answer, the query touches no pending error, and copies are ordered
-behind steps on the device.
+"""Events as R14 and R15 ask for them: not ready is an answer, the query touches no pending error, and copies are
+ordered behind steps on the device.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_an_event_speaks_of_its_latest_record(device: Device) -> None:
 
 @pytest.mark.parametrize("is_ordered", [True, False])
 def test_a_copy_waits_on_the_device_for_the_step_that_wrote_its_pages(device: Device, is_ordered: bool) -> None:
-    """The step is a slow copy into the pool. Without the wait the park takes the old bytes, so the wait is what helps."""
+    """The step is a slow copy into the pool. Without the wait the park takes the old bytes: it is what helps."""
     pool, host, other = device.pool(8, PAGE), device.host(2, PAGE), device.host(2, PAGE)
     other[:] = 7
     old = pool[2:4].copy()

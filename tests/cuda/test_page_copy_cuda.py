@@ -117,9 +117,7 @@ def test_staged_copies_reuse_the_staging_memory_in_order(device: Device, to_host
     staging = device.pool(3, PAGE)
     hashes = device.memory(np.zeros(10, np.uint64), is_pinned=False)
     device.so.emulator_slow_copies(300)
-    device.copy(
-        pool, host, comb_table(pages), stream, to_host=to_host, way=KERNEL, staging=staging, hashes=hashes
-    )
+    device.copy(pool, host, comb_table(pages), stream, to_host=to_host, way=KERNEL, staging=staging, hashes=hashes)
     device.synchronize(stream)
     assert (host == pool[pages]).all()
     assert (hashes == page_hashes(host)).all()

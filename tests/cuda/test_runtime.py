@@ -1,5 +1,5 @@
-"""The emulated runtime itself: it refuses what CUDA refuses, is slow or fails when told to, and gives TSan no order that
-CUDA does not give. Otherwise tests on it would prove nothing.
+"""The emulated runtime itself: it refuses what CUDA refuses, is slow or fails when told to, and gives TSan no order
+that CUDA does not give. Otherwise tests on it would prove nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ CHILD = Path(__file__).parent / "children" / "copies.py"
 
 def copy(device: Device, to: int, start: int, num_bytes: int, kind: int, stream: ctypes.c_void_p | None) -> int:
     return int(
-        device.so.cudaMemcpyAsync(
-            ctypes.c_void_p(to), ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), kind, stream
-        )
+        device.so.cudaMemcpyAsync(ctypes.c_void_p(to), ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), kind, stream)
     )
 
 
@@ -160,7 +158,9 @@ UNORDERED = ["no fence", "no wait", "queried in vain", "fence too early"]
 def races() -> dict[str, str]:
     """What TSan says of each case."""
     build_emulated(*SOURCES, sanitizer="tsan")
-    result = run_child("tsan", CHILD, *ORDERED, *UNORDERED)
+    result = run_child(
+        "tsan", CHILD, *ORDERED, *UNORDERED, tsan_options="suppress_equal_stacks=0:suppress_equal_addresses=0"
+    )
     assert "done" in result.output, result.output[-3000:]
     parts = re.split(r"^case (.+)$", result.output, flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))

@@ -19,7 +19,6 @@ from tools.gpu_check.results import Goal, NotHere, Result
 PARK_LEN, PAGE_LEN = 2000, 16  # tokens
 TOKEN_BYTES = 128 * 1024  # of an 8B model: 32 layers, 8 KV heads, 128 wide, bf16
 BUS_GB_S = 50.0
-EMPTY_CALL = "the posting time of a call"
 
 
 def copy_speeds(machine: Machine) -> Result:
@@ -27,7 +26,8 @@ def copy_speeds(machine: Machine) -> Result:
     total = 64 << 10 if machine.is_dry else 256 << 20
     sizes = [2 << 10, 16 << 10] if machine.is_dry else [2 << 10, 8 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20]
     has_batch = bool(machine.so.pyserve_cuda_can_batch())
-    stream, rows = machine.stream(), []
+    stream = machine.stream()
+    rows: list[dict[str, Any]] = []
     pool, staging_bytes = machine.allocate(2 * total), min(total, 16 << 20)
     staging, host = machine.allocate(staging_bytes), machine.pinned(total)
     for page_bytes in sizes:
@@ -43,10 +43,10 @@ def copy_speeds(machine: Machine) -> Result:
             for way_name, way in WAYS.items():
                 if way_name == "automatic" or (way_name == "batched" and not has_batch):
                     continue
-                staged = {"staging": staging, "staging_bytes": staging_bytes} if way_name == "staged" else {}
+                staged = (staging, staging_bytes) if way_name == "staged" else (None, 0)
                 for to_host in (True, False):
                     request = copy_request(
-                        pool, num_pages, page_bytes, host, table, to_host=to_host, way=way, **staged
+                        pool, num_pages, page_bytes, host, table, to_host=to_host, way=way, staging=staged
                     )
                     work = poster(machine, request, stream)
                     ms = machine.time_ms(work, stream, 1 if machine.is_dry else 3)

@@ -34,7 +34,8 @@ def probes(machine: Machine) -> Result:
     c32, d32 = rng.integers(-99, 99, (16, 8)).astype(np.int32), np.zeros((32, 4), np.int32)
     parts = [fragments.a_byte_fragments(a8), fragments.b_byte_fragments(b8), fragments.c_fragments(c32)]
     run_probe(machine, "probe_mma_s8", None, parts, d32)
-    check((d32 == fragments.c_fragments(c32 + a8.astype(np.int32) @ b8.T.astype(np.int32))).all(), "mma of bytes differs")
+    exact32 = c32 + a8.astype(np.int32) @ b8.T.astype(np.int32)
+    check((d32 == fragments.c_fragments(exact32)).all(), "mma of bytes differs")
     matrices = np.arange(256, dtype=np.uint16).reshape(4, 8, 8)
     for is_transposed in (0, 1):
         rows, four, two = machine.upload(matrices), machine.allocate(32 * 16), machine.allocate(32 * 8)
@@ -75,11 +76,11 @@ def copies(machine: Machine) -> Result:
         for way_name, way in WAYS.items():
             if way == BATCHED and not has_batch:
                 continue
-            staged = {"staging": staging, "staging_bytes": staging_bytes} if way_name == "staged" else {}
+            staged = (staging, staging_bytes) if way_name == "staged" else (None, 0)
             host[:] = 0
             for to_host in (True, False):
                 request = copy_request(
-                    pool, num_pages, page_bytes, host, table, to_host=to_host, way=way, hashes=hashes, **staged
+                    pool, num_pages, page_bytes, host, table, to_host=to_host, way=way, hashes=hashes, staging=staged
                 )
                 machine.post_copy(request, stream)
                 machine.call("pyserve_cuda_stream_synchronize", stream)

@@ -71,7 +71,7 @@ def run_nvcc(command: list[str]) -> None:
 
 
 def compute_capability() -> str:
-    """"90a" on an H200. Raises RuntimeError without a GPU."""
+    """ "90a" on an H200. Raises RuntimeError without a GPU."""
     text = ask_nvidia_smi("compute_cap")
     digits = text.replace(".", "")
     return digits + "a" if digits == "90" else digits
@@ -134,7 +134,7 @@ class Machine:
         """Pinned host memory as uint8 [*shape]."""
         count = int(np.prod(shape))
         view = (ctypes.c_uint8 * count).from_address(self.allocate(count, PINNED))
-        return np.frombuffer(view, np.uint8).reshape(shape)
+        return np.frombuffer(memoryview(view), np.uint8).reshape(shape)
 
     def upload(self, array: NDArray[Any]) -> int:
         address = self.allocate(array.nbytes)
@@ -218,13 +218,12 @@ def copy_request(
     *,
     to_host: bool,
     way: int,
-    staging: int | None = None,
-    staging_bytes: int = 0,
+    staging: tuple[int | None, int] = (None, 0),
     hashes: int | None = None,
     tuning: Tuning | None = None,
 ) -> PoolCopy:
-    """The table and the host buffer must outlive it."""
+    """The table and the host buffer must outlive it. `staging`: address and bytes."""
     return PoolCopy(
         pool, num_pages, page_bytes, host.ctypes.data, host.nbytes, table.ctypes.data, len(table), to_host, way,
-        tuning or Tuning(16 << 20, 16, 64 << 10), staging, staging_bytes, hashes,
+        tuning or Tuning(16 << 20, 16, 64 << 10), *staging, hashes,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 
 import numpy as np
-from numpy._core import _multiarray_umath
+from numpy._core import _multiarray_umath  # type: ignore[attr-defined]
 
 _SET_HANDLER = 304  # its place in numpy's C interface, the same since 1.22
 
@@ -26,9 +26,8 @@ def use_managed_memory(library: ctypes.CDLL) -> list[object]:
     def address(name: str) -> int | None:
         return ctypes.cast(getattr(library, f"gpu_check_numpy_{name}"), ctypes.c_void_p).value
 
-    handler = _Handler(
-        b"pyserve_managed", 1, _Allocator(None, address("malloc"), address("calloc"), address("realloc"), address("free"))
-    )
+    functions = [address(name) for name in ("malloc", "calloc", "realloc", "free")]
+    handler = _Handler(b"pyserve_managed", 1, _Allocator(None, *functions))
     name = ctypes.c_char_p(b"mem_handler")
     make = ctypes.pythonapi.PyCapsule_New
     make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]

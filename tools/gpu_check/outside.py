@@ -1,4 +1,4 @@
-"""Parts that run in processes of their own: the kernels' tests on the device, and the engine's tests with `--device cuda`."""
+"""Parts that run in processes of their own: the kernels' tests and the engine's tests on the device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 from tools.gpu_check.machine import ROOT, Machine, ask_nvidia_smi, device_library
 from tools.gpu_check.results import NotHere, Result, check
@@ -17,7 +18,7 @@ ENGINE_TESTS = "tests/engine"
 def this_machine(machine: Machine) -> Result:
     """What the other numbers were measured on."""
     names = ("name", "driver_version", "memory.total", "clocks.max.sm", "pcie.link.gen.max", "pcie.link.width.max")
-    data = {} if machine.is_dry else {name: ask_nvidia_smi(name) for name in names}
+    data: dict[str, Any] = {} if machine.is_dry else {name: ask_nvidia_smi(name) for name in names}
     data |= {"num_sms": machine.num_sms, "capability": machine.capability, "torch": torch_version()}
     name = "the emulator" if machine.is_dry else data["name"]
     return Result(f"{name}, {machine.num_sms} SMs, sm_{machine.capability}, torch {data['torch']}", data=data)
@@ -57,7 +58,8 @@ def pytest(arguments: list[str], environment: dict[str, str], timeout_s: float) 
         command, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, timeout=timeout_s,
     )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if re.search(r"\d+ (passed|failed|tests? collected|error)", line)]
+    counts = re.compile(r"\d+ (passed|failed|tests? collected|error)")
+    lines = [line for line in done.stdout.splitlines() if counts.search(line)]
     last = re.sub(r"=+", "", lines[-1]).strip() if lines else done.stdout[-300:]
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     check(done.returncode == 0, "; ".join([last, *failed[:5]]))

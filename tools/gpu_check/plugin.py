@@ -1,5 +1,5 @@
-"""pytest plugin: tests written for the emulator run on the device. Tests of the emulator's own means (schedules,
-sanitizers, barriers taken away) are skipped.
+"""pytest plugin: tests written for the emulator run on the device. Tests of the emulator's own means (sanitizers,
+barriers taken away) are skipped.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cuda import build
+from tools.gpu_check import machine
 from tools.gpu_check.managed_numpy import use_managed_memory
 
 _KEPT: list[object] = []  # numpy calls back until the process ends
@@ -20,11 +21,13 @@ class DeviceLibrary(build.Library):
     """All kernels in one; done when a call returns, since the tests look at the result at once."""
 
     def __init__(self, *sources: Any, **options: Any) -> None:
+        own = [source for source in sources if build.locate(source) not in machine.sources()]
+        if own:
+            pytest.skip(f"{own[0]} is a test's own, for the emulator")
         self.so = ctypes.CDLL(os.environ["PYSERVE_GPU_CHECK_LIBRARY"])
 
     def configure(self, policy: int = build.RANDOM, seed: int = 1, *, is_strict: bool = True) -> None:
-        if policy != build.RANDOM:
-            pytest.skip("the device has its own schedule")
+        """The device has a schedule of its own."""
 
     def skip(self, file_name: str, line: int) -> None:
         pytest.skip("barriers cannot be taken out of a compiled kernel")
