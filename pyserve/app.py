@@ -183,6 +183,7 @@ def banner(state: ServerState) -> list[str]:
         if not limits.park_budget_bytes
         else (
             f"{limits.park_budget_bytes >> 20} MiB of host memory, {limits.park_budget_tokens} tokens"
+            f"{', then disk' if 'disk' in limits.tiers else ''}, then computed again"
             f"{', asynchronous' if limits.is_async else ', synchronous'}"
         )
     )

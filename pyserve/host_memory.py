@@ -25,13 +25,22 @@ def _machine_available_bytes() -> int:
 
 
 def _cgroup_available_bytes() -> int:
-    version_2 = _remaining(_CGROUP_V2 / "memory.max", _CGROUP_V2 / "memory.current")
-    version_1 = _remaining(_CGROUP_V1 / "memory.limit_in_bytes", _CGROUP_V1 / "memory.usage_in_bytes")
+    version_2 = _remaining(_CGROUP_V2, "memory.max", "memory.current", "inactive_file")
+    version_1 = _remaining(_CGROUP_V1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     return min(version_2, version_1)
 
 
-def _remaining(limit: Path, used: Path) -> int:
+def _remaining(group: Path, limit: str, used: str, cached: str) -> int:
+    """Cached files count as used there, and give way by themselves: the model's file, and what is parked on disk."""
     try:
-        return max(0, int(limit.read_text()) - int(used.read_text()))
+        left = int((group / limit).read_text()) - int((group / used).read_text())
     except (OSError, ValueError):  # no such cgroup, or the word "max"
         return 1 << 62
+    return max(0, left + _figure(group / "memory.stat", cached))
+
+
+def _figure(path: Path, name: str) -> int:
+    try:
+        return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(f"{name} "))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return 0

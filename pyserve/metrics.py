@@ -103,7 +103,7 @@ def _now(snapshot: Snapshot) -> Iterator[Figure]:
     yield "llamacpp:requests_processing", "Slots with a task, parked ones too.", processing
     yield "llamacpp:requests_deferred", "Sequences waiting for a slot.", snapshot.num_waiting
     yield "llamacpp:requests_preempted", "Sequences parked now.", snapshot.requests_preempted
-    yield "llamacpp:preempt_ram_bytes", "Host memory held by parked state.", snapshot.preempt_ram_bytes
+    yield "llamacpp:preempt_ram_bytes", "Host memory for parked state, idle buffers too.", snapshot.preempt_ram_bytes
     yield "pyserve:preempt_disk_bytes", "Bytes of parked state on disk.", snapshot.preempt_disk_bytes
     yield "pyserve:pool_pages", "Pages of the pool.", snapshot.num_pages
     yield "pyserve:pool_pages_free", "Pages that nobody holds.", snapshot.free_pages
