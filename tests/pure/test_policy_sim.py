@@ -1,0 +1,116 @@
+"""The simulator: its clock, its traces, its bound, and what it says of policies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from pyserve.ledger import Limits
+from tools import policy_sim
+from tools.liveness_nightly import azure_shaped
+from tools.policy_sim import POLICIES, SHIPPED, Result, alone_ms, bound, pareto_front
+from tools.simulation import Costs, Request, Simulation, conversations, read_trace, take
+
+COSTS = Costs(step_ms=10.0, row_ms=1.0, token_ms=0.5, copy_gb_s=1.0, token_bytes=1_000_000)
+
+
+def limits_of(num_pages: int, **changes: float) -> Limits:
+    return Limits(**({"num_pages": num_pages, "page_size": 16, "num_slots": 8, "batch_tokens": 64} | changes))  # type: ignore[arg-type]
+
+
+def test_a_request_alone_takes_what_the_costs_say() -> None:
+    request = Request(5.0, 100, 3)
+    outcome = Simulation(limits_of(100), COSTS).run([request])
+    # Two chunks of the prompt, the second of which gives the first token, then two decode steps.
+    expected = (10.0 + 64 * 0.5) + (10.0 + 1.0 + 35 * 0.5) + 2 * (10.0 + 1.0)
+    assert outcome.completions == [pytest.approx(expected)]
+    assert alone_ms(request, COSTS, 64) == pytest.approx(expected)
+    assert outcome.makespan_ms == pytest.approx(5.0 + expected)
+    assert outcome.gaps == {110: 2}
+
+
+def test_a_full_pool_parks_and_counts_what_is_copied() -> None:
+    requests = [Request(0.0, 64, 120), Request(0.0, 48, 120)]
+    outcome = Simulation(limits_of(14), COSTS, check_every=1).run(requests)
+    assert sum(outcome.parks) > 0 and outcome.num_recomputed == 0
+    assert outcome.num_copied % 32 == 0, "whole pages, out and back"
+    assert outcome.longest_park_ms >= 2 * 48 * 1.0, "one copy out and one back at a gigabyte a second"
+    without = Simulation(limits_of(14), COSTS, host_pages=0).run(requests)
+    assert without.num_copied == 0 and without.num_recomputed > 0
+
+
+def test_traces_are_read(tmp_path: Path) -> None:
+    azure = tmp_path / "azure.csv"
+    azure.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
+    )
+    first, second = read_trace(azure)
+    assert first == Request(0.0, 374, 44)
+    assert second == Request(second.arrival_ms, 396, 109) and second.arrival_ms == pytest.approx(4314.579)
+    mooncake = tmp_path / "mooncake.jsonl"
+    mooncake.write_text('{"timestamp": 7, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1]}\n')
+    assert list(read_trace(mooncake)) == [Request(7.0, 6758, 500)]
+
+
+def test_drawn_requests_have_the_shape_of_the_trace() -> None:
+    requests = take(conversations(), 20_000)
+    prompts = sorted(each.prompt_len for each in requests)
+    answers = sorted(each.answer_len for each in requests)
+    for lens, mean_len, median, p99 in ((prompts, 1155, 1020, 4142), (answers, 211, 129, 601)):
+        assert mean(lens) == pytest.approx(mean_len, rel=0.05)
+        assert lens[10_000] == pytest.approx(median, rel=0.05)
+        assert lens[19_800] == pytest.approx(p99, rel=0.05)
+    assert 20_000 / requests[-1].arrival_ms * 1e3 == pytest.approx(5.5, rel=0.05)
+
+
+def test_shortest_remaining_first() -> None:
+    # The second passes the first, which has 8 left when it comes; the third waits for both.
+    assert policy_sim._shortest_remaining_first([0.0, 2.0, 9.0], [10.0, 3.0, 7.0]) == [13.0, 3.0, 11.0]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_policy_beats_the_bound(name: str) -> None:
+    for seed in range(3):
+        requests = [Request(each.arrival_ms / 20, each.prompt_len // 8 + 1, each.answer_len // 4 + 1)
+                    for each in take(conversations(seed), 12)]  # fmt: skip
+        limits = limits_of(60, num_slots=12)
+        outcome = Simulation(limits, COSTS, POLICIES[name]).run(requests)
+        makespan_ms, completion_ms = bound(requests, COSTS, limits)
+        assert outcome.makespan_ms >= makespan_ms
+        assert mean(outcome.completions) >= completion_ms
+
+
+def test_policies_differ() -> None:
+    """A key that nobody reads would make all alike."""
+    requests = [Request(0.0, 40 + 30 * number, 100) for number in range(6)]
+    outcomes = {
+        name: (outcome.makespan_ms, outcome.num_copied, tuple(outcome.parks))
+        for name, policy in POLICIES.items()
+        for outcome in [Simulation(limits_of(40), COSTS, policy).run(requests)]
+    }
+    assert outcomes["victim: largest"] != outcomes[SHIPPED] != outcomes["admission: room for 128 more"]
+
+
+def test_the_front_is_what_nobody_beats() -> None:
+    fast, cheap, beaten = (
+        Result("fast", 1.0, 2.0, 10.0, 9, 500, 0.5),
+        Result("cheap", 1.1, 2.0, 10.0, 2, 100, 0.5),
+        Result("beaten", 1.1, 2.0, 10.0, 2, 200, 0.4),
+    )
+    assert pareto_front([fast, cheap, beaten]) == [fast, cheap]
+
+
+def test_the_report_says_whether_the_shipped_policy_is_on_the_front(tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+    policy_sim.main(["--requests", "40", "--small", "0", "--output", str(report)])
+    text = report.read_text()
+    assert all(f"| {name} |" in text for name in POLICIES)
+    assert "on the Pareto front." in text
+
+
+def test_nobody_is_parked_often_on_a_short_night() -> None:
+    parks = azure_shaped(3, num_pages=600, requests=take(conversations(3), 80))
+    assert parks.total() == 80 and parks[0] < 80
