@@ -241,7 +241,8 @@ template <class T, int D, int M>
 __device__ __forceinline__ void attend_values(State<D, M>& state, const Weights<M>& weights, const T* values, int lane) {
 #pragma unroll
   for (int n = 0; n < D / 8; n += 2) {
-    if (D == 256 && n % 8 == 0 && static_cast<int>(blockDim.x) <= n) break;  // never: a branch keeps the compiler from overlapping more than fits the registers
+    // Never taken: a branch keeps the compiler from overlapping more than the registers hold.
+    if (D == 256 && n % 8 == 0 && static_cast<int>(blockDim.x) <= n) break;
     float added[M][2][4] = {};
 #pragma unroll
     for (int step = 0; step < 4; ++step) {

@@ -33,7 +33,7 @@ int pyserve_cuda_attention_decode(const Matrix* q, const AttentionSpec* spec, co
 // --- attention_prefill.cu: chunks of adjacent rows; `chunks` on the host (3 int32 each: first row, number of rows, last position), `tiles` on the device.
 int pyserve_cuda_attention_prefill_queries(int64_t head_dim, const Device* device);  // query rows a tile, 0: not possible
 int64_t pyserve_cuda_attention_prefill_tiles(const int32_t* chunks, int64_t num_chunks, int64_t heads_per_kv_head, int64_t tile_queries,
-                                             int32_t* tiles, int64_t max_tiles);  // on the host; how many there are (-1: no such tile), writes at most max_tiles
+                                             int32_t* tiles, int64_t max_tiles);  // on the host; how many there are, -1: no such tile; writes max_tiles at most
 int64_t pyserve_cuda_attention_prefill_scratch_bytes(int64_t num_tiles, int64_t num_kv_heads, int64_t head_dim, const Device* device);
 int pyserve_cuda_attention_prefill(const Matrix* q, const AttentionSpec* spec, const Pool* pool, const StepRows* rows, const Matrix* out,
                                    const int32_t* tiles, int64_t num_tiles, void* scratch, int64_t scratch_bytes, const Device* device, void* stream);

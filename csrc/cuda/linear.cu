@@ -1,7 +1,7 @@
 // Products with 8- and 4-bit weights for decode rows: out[m, n] (+)= sum_k x[m, k] * w[n, k] + bias[n], activations int8 by blocks of 32 columns.
 //
-// mma.m16n8k32 of int8: 16 weight rows by 8 activation rows by exactly one block of 32 columns, so that each product of blocks is an exact integer and is scaled
-// once. One CUDA block for 16 weight rows; its eight warps take pairs of blocks in turn (warp, warp + 8, ...), which keeps enough 16-byte loads in flight where
+// mma.m16n8k32 of int8: 16 weight rows by 8 activation rows by exactly one block of 32 columns, so that each product of blocks is an exact integer,
+// scaled once. One CUDA block for 16 weight rows; its eight warps take pairs of blocks in turn (warp, warp + 8, ...), which keeps enough 16-byte loads in flight where
 // there are few rows; then the warps' sums are added in order. Up to 32 activation rows share what is read of the weights.
 //
 // Exactness (R37): an output is, for each warp, one chain of fused products over its blocks in ascending order, then the eight sums in order; which other rows
@@ -127,7 +127,8 @@ struct Output {
 
 // grid (tiles of 16 weight rows, tiles of 8 * N activation rows)
 template <class W, int N>
-__global__ void __launch_bounds__(32 * kWarps, N == 1 ? 4 : N == 2 ? 2 : 1) linear_kernel(const uint8_t* weights, int rows, int cols, Activations x, int num_rows, Output out) {
+__global__ void __launch_bounds__(32 * kWarps, N == 1 ? 4 : N == 2 ? 2 : 1)
+    linear_kernel(const uint8_t* weights, int rows, int cols, Activations x, int num_rows, Output out) {
   PYSERVE_SHARED(float, partial, [kWarps][8 * N][kTileRows + 1]);
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, first_row = blockIdx.y * 8 * N;
   const int num_blocks = cols / kBlockLen, num_records = (cols + kPairCols - 1) / kPairCols;

@@ -132,7 +132,7 @@ class Case:
             np.random.default_rng((self.seed, s, p)).standard_normal((self.num_heads, self.head_dim)) * 1.5
             for s, p in self.rows
         ]
-        self.q = to_bits(np.stack(queries), self.q_type)  # [rows, heads, head_dim]: of a row alone, whatever the company
+        self.q = to_bits(np.stack(queries), self.q_type)  # [rows, heads, head_dim]: a row's own, in any company
 
     def structures(self) -> tuple[Matrix, AttentionSpec, Pool, StepRows]:
         stride = self.num_heads * self.head_dim
@@ -189,7 +189,8 @@ class Case:
         cut = library.so.pyserve_cuda_attention_prefill_tiles
         cut.restype = ctypes.c_int64
         numbers = [ctypes.c_int64(v) for v in (len(chunks), group, queries)]
-        count = cut(ctypes.c_void_p(pointer(chunks)), *numbers, ctypes.c_void_p(pointer(tiles)), ctypes.c_int64(len(tiles)))
+        room = (ctypes.c_void_p(pointer(tiles)), ctypes.c_int64(len(tiles)))
+        count = cut(ctypes.c_void_p(pointer(chunks)), *numbers, *room)
         if count < 0:
             raise ValueError("no tiles")
         return tiles[:count]

@@ -1,4 +1,4 @@
-"""What ptxas made of the kernels: tensor cores and 16-byte loads where they are meant to be, and registers for the blocks
+"""What ptxas made of the kernels: tensor cores and 16-byte loads where they are meant to be, registers for the blocks
 that are launched. Skipped only where nvcc or nvdisasm is missing.
 """
 
@@ -24,7 +24,7 @@ def code_of(source: str, arch: str, part: str, expected: int) -> list[list[str]]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("source", "part"), [("attention_decode.cu", "walk_kernel"), ("attention_prefill.cu", "prefill")])
+@pytest.mark.parametrize(("source", "part"), [("attention_decode.cu", "walk_kernel"), ("attention_prefill.cu", "pref")])
 def test_attention_is_made_of_tensor_core_products_and_16_byte_copies(source: str, part: str, arch: str) -> None:
     for code in code_of(source, arch, part, 10):
         assert count(code, "HMMA.16816.F32") >= 64  # D / 16 steps of scores or 4 of values, unrolled
@@ -58,5 +58,5 @@ def test_registers_fit_the_blocks(arch: str) -> None:
     for source in ROW_KERNELS:
         for kernel in build_cubin(source, arch).kernels:
             assert kernel.registers <= 64
-    for kernel in build_cubin("linear.cu", arch).kernel("ELi1E"):  # decode of up to eight rows: four blocks of 256 threads
+    for kernel in build_cubin("linear.cu", arch).kernel("ELi1E"):  # up to eight rows: four blocks of 256 threads
         assert kernel.registers <= 64

@@ -1,4 +1,4 @@
-"""How attention's work is cut: balance over random mixes of lengths, its cost, and that nothing is lost or done twice."""
+"""How attention's work is cut: balance over random mixes of lengths, what that costs, nothing lost or done twice."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Runs in a child under a sanitizer: `kernels.py policy [--first] [case[:file:line]]...`. For each the name, then how far
-the result is from float64 (`error 0.0` where it is right) or what the emulator says. With file and line, the barrier
-there is off. --first: ends with TSan's first report; without a barrier there are thousands, each slow to write.
+"""Runs in a child under a sanitizer: `kernels.py policy [--first] [case[:file:line]]...`.
+
+Prints the name of each case, then how far the result is from float64 (`error 0.0` where it is right) or what the
+emulator says. With file and line, the barrier there is off. --first: ends with TSan's first report; without a barrier
+there are thousands, each slow to write.
 """
 
 from __future__ import annotations
