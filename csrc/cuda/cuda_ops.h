@@ -44,6 +44,8 @@ int pyserve_cuda_page_copy(const PoolCopy* copy, void* stream, char* message, in
 int64_t pyserve_cuda_page_copy_way(const PoolCopy* copy);  // the CopyWay that `automatic` means for it; 0 when it would be refused
 // hashes[list position] = hash of that page of the pool, nothing copied
 int pyserve_cuda_page_hash(const PoolCopy* copy, uint64_t* hashes, void* stream, char* message, int64_t message_bytes);
+// calibrate.cu: measures the tuning with the pool and host memory that `memory` names (2 MiB of both at least serve best); overwrites the host's, waits.
+int pyserve_cuda_calibrate(const PoolCopy* memory, CopyTuning* tuning, void* stream);
 int pyserve_cuda_can_batch();  // 1: the driver has the batched copy (12.8 and later)
 
 // --- event.cu

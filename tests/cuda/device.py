@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pyserve.page_runs import combs, runs
 from tests.cuda.build import ROOT, Library
 
-SOURCES = ("page_copy.cu", "event.cu", "pinned.cu", ROOT / "csrc" / "cpu" / "page_copy.cpp")
+SOURCES = ("page_copy.cu", "calibrate.cu", "event.cu", "pinned.cu", ROOT / "csrc" / "cpu" / "page_copy.cpp")
 NOT_READY = 600
 AUTOMATIC, CALLS, BATCHED, KERNEL = range(4)
 Bytes = NDArray[np.uint8]
@@ -182,6 +182,12 @@ class Device:
             ctypes.byref(request), ctypes.c_void_p(hashes.ctypes.data), stream, None, ctypes.c_int64(0)
         )
         self._check("page_hash", code)
+
+    def calibrate(self, pool: Bytes, host: Bytes, stream: ctypes.c_void_p) -> Tuning:
+        request, tuning = self.request(pool, host, comb_table([0]), to_host=True), Tuning()
+        code = self.so.pyserve_cuda_calibrate(ctypes.byref(request), ctypes.byref(tuning), stream)
+        self._check("calibrate", code)
+        return tuning
 
     def way(self, pool: Bytes, host: Bytes, table: NDArray[np.int32], **options: Any) -> int:
         """The way that `automatic` takes."""

@@ -16,7 +16,7 @@ from tests.cuda.build import ROOT, build_emulated
 from tools.gpu_check.machine import sources
 from tools.gpu_check.results import Goal
 
-QUICK = ["machine", "probes", "copies", "events", "decode", "prefill", "park", "gaps", "copy speeds"]
+QUICK = ["machine", "probes", "copies", "events", "decode", "prefill", "calibration", "park", "gaps", "copy speeds"]
 
 
 def gpu_check(*arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:

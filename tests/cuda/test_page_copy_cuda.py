@@ -213,6 +213,40 @@ def test_a_missing_batched_copy_is_refused_not_replaced(device: Device) -> None:
         device.copy(pool, host, comb_table([1]), device.stream(), to_host=True, way=BATCHED)
 
 
+@pytest.mark.parametrize(("pool_bytes", "driver"), [(4 << 20, 13000), (4 << 20, 12040), (64 << 10, 13000)])
+def test_calibration(device: Device, pool_bytes: int, driver: int) -> None:
+    """Whatever it measures here, it keeps to its bounds, touches the host buffer alone, and its tuning works."""
+    device.so.emulator_set_driver_version(driver)
+    pool, host, stream = device.pool(pool_bytes // 4096, 4096), device.host(512, 4096), device.stream()
+    before = pool.copy()
+    tuning = device.calibrate(pool, host, stream)
+    assert (pool == before).all()
+    assert 4 <= tuning.max_calls <= 64
+    assert 4 << 20 <= tuning.chunk_bytes <= 64 << 20
+    assert tuning.chunk_bytes % (1 << 20) == 0
+    assert tuning.min_batch_bytes >= 4096
+    if driver < 12080:
+        assert tuning.min_batch_bytes == 2**63 - 1
+    chosen = {name: getattr(tuning, name) for name, _ in tuning._fields_}
+    device.copy(pool, host[:10], comb_table([*SCATTERED[:5], 12, 4, 8, 6, 13]), stream, to_host=True, **chosen)
+    device.synchronize(stream)
+    assert (host[:10] == pool[[*SCATTERED[:5], 12, 4, 8, 6, 13]]).all()
+
+
+def test_slow_calls_are_taken_less_often(device: Device) -> None:
+    """Each copy takes a millisecond more here; the kernel does not, so only large pieces go by the copy engines."""
+    pool, host, stream = device.pool(1024, 4096), device.host(512, 4096), device.stream()
+    device.so.emulator_slow_copies(1000)
+    assert device.calibrate(pool, host, stream).min_batch_bytes > 4096
+
+
+def test_calibration_needs_some_memory(device: Device) -> None:
+    pool, host = device.pool(2, 4096), device.host(1, 4096)
+    with pytest.raises(CudaFailed) as refused:
+        device.calibrate(pool, host, device.stream())
+    assert refused.value.code == 1
+
+
 BAD_TABLES = {
     "nothing": ([], "zero pages"),
     "no pages in a run": ([[0, 0, 1, 1, 0]], "zero pages"),

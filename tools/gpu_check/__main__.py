@@ -39,6 +39,7 @@ PARTS: dict[str, tuple[Callable[[Machine], Result], float]] = {  # and how long 
     "events": (correct.events, 60),
     "decode": (attention.decode, 60),
     "prefill": (attention.prefill, 60),
+    "calibration": (copy_speed.calibration, 30),
     "park": (copy_speed.park, 60),
     "gaps": (copy_speed.gaps, 60),
     "copy speeds": (copy_speed.copy_speeds, 120),

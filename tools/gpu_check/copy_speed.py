@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,20 @@ def copy_speeds(machine: Machine) -> Result:
 
 def poster(machine: Machine, request: Any, stream: ctypes.c_void_p) -> Callable[[], None]:
     return lambda: machine.post_copy(request, stream)
+
+
+def calibration(machine: Machine) -> Result:
+    """What the copy engine measures for itself at start."""
+    num_bytes = 1 << 20 if machine.is_dry else 256 << 20
+    stream, pool, host = machine.stream(), machine.allocate(num_bytes), machine.pinned(num_bytes)
+    table, tuning = np.array([[0, 1, 1, 1, 0]], np.int32), Tuning()
+    request = copy_request(pool, num_bytes // 4096, 4096, host, table, to_host=True, way=CALLS)
+    start = time.perf_counter()
+    machine.call("pyserve_cuda_calibrate", ctypes.byref(request), ctypes.byref(tuning), stream)
+    data = {name: getattr(tuning, name) for name in ("chunk_bytes", "max_calls", "min_batch_bytes")}
+    data["seconds"] = time.perf_counter() - start
+    chunk, batch = tuning.chunk_bytes >> 20, tuning.min_batch_bytes >> 10
+    return Result(f"chunks of {chunk} MiB, up to {tuning.max_calls} calls, batched from {batch} KiB", data=data)
 
 
 def park(machine: Machine) -> Result:

@@ -103,6 +103,7 @@ struct Ends {
   Range to, from;
 };
 
+// One operation of the copy engines for each of `ends`.
 cudaError_t post_copy(std::vector<Piece> pieces, const std::vector<Ends>& ends, cudaMemcpyKind kind, cudaStream_t stream) {
   bool is_pageable = false;
   std::vector<Range> uses;
@@ -118,8 +119,8 @@ cudaError_t post_copy(std::vector<Piece> pieces, const std::vector<Ends>& ends, 
   if (counts_down(&knobs.posts_until_failure)) return cudaErrorUnknown;
   memory().num_calls += 1;
   memory().num_blocked += is_pageable;
-  auto work = [pieces = std::move(pieces)] {
-    if (knobs.delay_us > 0) usleep(static_cast<useconds_t>(knobs.delay_us));
+  auto work = [pieces = std::move(pieces), num_operations = ends.size()] {
+    if (knobs.delay_us > 0) usleep(static_cast<useconds_t>(static_cast<size_t>(knobs.delay_us) * num_operations));
     if (counts_down(&knobs.runs_until_failure)) return cudaErrorIllegalAddress;
     carry_out(pieces.data(), pieces.size());
     return cudaSuccess;

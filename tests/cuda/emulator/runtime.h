@@ -39,7 +39,7 @@ bool is_in_use(Range range);  // by work that has not run yet
 void wait_for_all();
 
 struct Knobs {
-  int delay_us = 0;              // before each copy
+  int delay_us = 0;                  // before each operation of the copy engines
   int64_t posts_until_failure = -1;  // copies posted well before posting one fails; negative: never
   int64_t runs_until_failure = -1;   // copies carried out well before one fails in its stream, which is the end of the device
   int64_t pins_until_failure = -1;
