@@ -63,8 +63,8 @@ class Host:
     def choose_hashes(self, start: int, verify: str, salt: int) -> None:
         """Mark the pages from `start` on that are hashed on their way out. `salt` spreads a sample over the places."""
         for extent, number in self.stretches(start, self.num_pages):
-            marks = extent.slab.hashes[extent.first : extent.first + extent.count]
-            marks.fill_(int(verify == "all"))
+            marks = extent.slab.hashes.numpy()[extent.first : extent.first + extent.count]
+            marks[:] = int(verify == "all")
             if verify == "sample":
                 marks[(salt - number) % _SAMPLED :: _SAMPLED] = 1
                 if number + extent.count == self.num_pages:

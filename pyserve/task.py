@@ -54,12 +54,12 @@ class Task:
         )  # fmt: skip
         return stall_s
 
-    def log_park(self, num_bytes: int, copy_ms: float, free_pages: int) -> None:
+    def log_park(self, tier: str, num_bytes: int, copy_ms: float, free_pages: int) -> None:
         """One line for a park that has ended, with the pool before and after."""
         log.info(
-            "park request=%s index=%d reason=%s tokens=%d bytes=%d copy_ms=%.1f free_pages=%d->%d n=%d",
-            self.request_id, self.sequence.index, self._park_reason, len(self.sequence.tokens), num_bytes, copy_ms,
-            self._free_before, free_pages, self.n_preempt,
+            "park request=%s index=%d reason=%s tier=%s tokens=%d bytes=%d copy_ms=%.1f free_pages=%d->%d n=%d",
+            self.request_id, self.sequence.index, self._park_reason, tier, len(self.sequence.tokens), num_bytes,
+            copy_ms, self._free_before, free_pages, self.n_preempt,
         )  # fmt: skip
 
     def stats(self, now_s: float, num_generated: int) -> SequenceStats:

@@ -66,8 +66,7 @@ class Transfers:
         num_running = ledger.num_running
         num_available = ledger.free_pages + ledger.cached_pages
         is_near = ledger.limits.preempt_every > 0 or (num_running > 1 and num_available * 2 < ledger.limits.num_pages)
-        if is_near and num_running:
-            self._parking.prepare(-(-ledger.limits.num_pages // num_running))
+        self._parking.prepare(-(-ledger.limits.num_pages // num_running) if is_near and num_running else 0)
         if self._parking.is_room_wanted:
             self._move_one_to_disk()
 
@@ -110,7 +109,9 @@ class Transfers:
             counters.parked_bytes += landed.num_bytes
             (self._ledger.park_landed if is_ok else self._ledger.park_failed)(sequence)
             if task is not None:
-                task.log_park(landed.num_bytes, landed.copy_ms, self._ledger.free_pages)
+                task.log_park(
+                    landed.tier if is_ok else Tier.RECOMPUTE, landed.num_bytes, landed.copy_ms, self._ledger.free_pages
+                )
 
     def _count(self, landed: Landed) -> None:
         counters = self._counters
@@ -131,7 +132,7 @@ class Transfers:
             self._parking.park(sequence, sequence.pages[:num_pages], park.tier)
         else:
             self._parking.discard([sequence])  # what is kept of an earlier park
-            task.log_park(0, 0.0, self._ledger.free_pages)
+            task.log_park(park.tier, 0, 0.0, self._ledger.free_pages)
 
     def _start_restore(self, restore: Restore) -> None:
         sequence = restore.sequence

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,10 @@ import torch
 
 from pyserve.engine import Engine
 from pyserve.models.load import Model
+from pyserve.park import Parking
+from pyserve.sequence import Tier
 from tests.engine.faults import FaultyStream
+from tests.engine.parked import sequence_of, small_store
 from tests.engine.workload import SEEDED, Run, alone, assert_clean, four_chats, run
 
 CHATS = four_chats(SEEDED)
@@ -113,6 +117,25 @@ def test_a_copy_that_does_not_end_is_given_up_and_its_pages_are_not_used(
     assert [o.tokens for o in result.outcomes] == texts
     assert sum("not done after" in line for line in failures(caplog)) == 1
     assert_clean(result)
+
+
+def test_a_server_stops_in_time_beside_a_copy_that_never_ends(caplog: pytest.LogCaptureFixture) -> None:
+    """The copy may still write: its memory is not given back."""
+    kv = small_store()
+    stream = FaultyStream(lambda number, to_host: "hang")
+    parking = Parking(kv, budget_bytes=1 << 20, stream=stream, deadline_s=0.1)  # type: ignore[arg-type]
+    sequence = sequence_of(8)
+    parking.park(sequence, [0, 1], Tier.RAM)
+    while parking._queue:
+        parking.landed()
+    started_s = time.monotonic()
+    parking.close()
+    assert time.monotonic() - started_s < 5
+    assert parking.held_bytes > 0
+    assert sum("never ended" in line for line in failures(caplog)) == 1
+    stream.release()
+    parking.close()
+    assert parking.held_bytes == 0
 
 
 def test_an_event_that_cannot_be_asked_is_asked_again(
