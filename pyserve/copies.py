@@ -15,6 +15,8 @@ from pyserve.sequence import Sequence, Tier
 
 log = logging.getLogger("pyserve.park")
 
+_SLOW_COPY_BYTES_PER_S = 100e6
+_SLOW_DISK_BYTES_PER_S = 5e6
 _SAMPLED = 8  # one page in so many is hashed with "sample"
 
 
@@ -144,6 +146,11 @@ class Landed:
     tier: Tier
     error: str = ""
     copy_s: float = 0.0  # the copy alone, without the time that it waited
+
+
+def slowest_s(tier: Tier, num_bytes: int) -> float:
+    """How long a copy of so many bytes may take on a machine that still works."""
+    return num_bytes / (_SLOW_DISK_BYTES_PER_S if tier is Tier.DISK else _SLOW_COPY_BYTES_PER_S)
 
 
 class FailedEvent:

@@ -37,7 +37,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
-from pyserve.copies import Copy, Ending, FailedEvent, Host, Landed
+from pyserve.copies import Copy, Ending, FailedEvent, Host, Landed, slowest_s
 from pyserve.disk_tier import DiskTier, ParkFile, comb_table
 from pyserve.host_arena import HostArena
 from pyserve.kv_store import KvStore
@@ -64,7 +64,7 @@ class Parking:
         verify: str = "sample",
         deadline_s: float = _DEADLINE_S,
     ) -> None:
-        """`verify`: off, sample or all. `deadline_s`: how long a copy may take before nobody waits for it."""
+        """`verify`: off, sample or all. `deadline_s`: what a copy may take, beside some time for its size."""
         self.arena = HostArena(kv.page_bytes, budget_bytes)
         self.disk = disk
         self.deadline_s = deadline_s
@@ -135,7 +135,7 @@ class Parking:
 
     def park(self, sequence: Sequence, pages: Items[int], tier: Tier = Tier.RAM) -> None:
         """Post the copy of `pages`, all that the sequence has computed, to memory or disk."""
-        copy = self._new_copy(sequence, tier, is_restore=False)
+        copy = self._new_copy(sequence, tier, len(pages), is_restore=False)
         kept = self._kept.pop(sequence.id, None)
         if tier is Tier.DISK:
             self._release(kept)
@@ -159,8 +159,9 @@ class Parking:
 
         False when there is nothing to copy: the sequence is resident at once.
         """
-        copy = self._new_copy(sequence, Tier.RAM, is_restore=True)
         self._call_off_move(sequence)
+        tier = Tier.DISK if sequence.id in self._files else Tier.RAM
+        copy = self._new_copy(sequence, tier, len(pages), is_restore=True)
         copy.file = self._files.pop(sequence.id, None)
         copy.host = self._hosts.pop(sequence.id, None)
         parked = copy.host or copy.file
@@ -175,7 +176,6 @@ class Parking:
             return False
         if copy.file is not None:
             assert self.disk is not None
-            copy.tier = Tier.DISK
             copy.events = [self.disk.read(copy.file, wanted, cached_pages)]
         else:
             self._post(copy, pages, cached_pages, parked.num_pages)
@@ -195,16 +195,16 @@ class Parking:
         assert self.disk is not None
         file, event = self.disk.write_extents([extent for extent, _ in host.stretches(0, host.num_pages)])
         now_s = time.monotonic()
-        move = Copy(next(self._copy_ids), sequence, Tier.DISK, False, 0, now_s, now_s + self.deadline_s, file=file)
-        move.num_bytes = host.num_pages * self._kv.page_bytes
+        num_bytes = host.num_pages * self._kv.page_bytes
+        deadline_s = now_s + self.deadline_s + slowest_s(Tier.DISK, num_bytes)
+        move = Copy(next(self._copy_ids), sequence, Tier.DISK, False, num_bytes, now_s, deadline_s, file=file)
         move.events = [event]
         self._moves[sequence.id] = move
 
     def discard(self, sequences: Iterable[Sequence]) -> None:
         """Give back the state of sequences that have ended, or will be computed again; now, or when its copy landed."""
         for sequence in sequences:
-            copy = self._copies.get(sequence.id)
-            if copy is not None:
+            if copy := self._copies.get(sequence.id):
                 copy.is_discarded = True
             self._call_off_move(sequence)
             self._release(self._hosts.pop(sequence.id, None))
@@ -258,9 +258,11 @@ class Parking:
 
     # Parts
 
-    def _new_copy(self, sequence: Sequence, tier: Tier, *, is_restore: bool) -> Copy:
+    def _new_copy(self, sequence: Sequence, tier: Tier, num_pages: int, *, is_restore: bool) -> Copy:
         now_s = time.monotonic()
-        copy = Copy(next(self._copy_ids), sequence, tier, is_restore, 0, now_s, now_s + self.deadline_s)
+        num_bytes = num_pages * self._kv.page_bytes + sum(copy.num_bytes for copy in self._copies.values())
+        deadline_s = now_s + self.deadline_s + slowest_s(tier, num_bytes)
+        copy = Copy(next(self._copy_ids), sequence, tier, is_restore, 0, now_s, deadline_s)
         self._copies[sequence.id] = copy
         return copy
 
@@ -373,8 +375,7 @@ class Parking:
         return [replace(each, ending=Ending.MOVED) for each in moved]
 
     def _call_off_move(self, sequence: Sequence) -> None:
-        move = self._moves.pop(sequence.id, None)
-        if move is not None:
+        if move := self._moves.pop(sequence.id, None):
             self._drop_file(move.file)
 
     def _report(self, copy: Copy, ending: Ending, now_s: float) -> Landed:
@@ -395,5 +396,5 @@ class Parking:
             self.arena.give_back(host.extents, time.monotonic())
 
     def _drop_file(self, file: ParkFile | None) -> None:
-        if file is not None and self.disk is not None:
+        if file and self.disk:
             self.disk.drop(file)

@@ -132,6 +132,19 @@ def test_a_move_that_fails_leaves_the_state_in_memory(tmp_path: Path, caplog: py
     parking.close()
 
 
+def test_a_large_copy_has_more_time_and_so_has_one_behind_it(tmp_path: Path) -> None:
+    kv = small_store()
+    parking = parking_on(tmp_path, kv)
+    parking._kv.page_bytes *= 10**6  # as if the pages were large
+    for id in range(2):
+        parking.park(sequence_of(16, id=id), [0, 1, 2, 3], Tier.DISK)
+    first, second = parking._copies.values()
+    assert first.deadline_s - first.started_s > parking.deadline_s + first.num_bytes / 10e6
+    assert second.deadline_s - second.started_s > parking.deadline_s + 2 * first.num_bytes / 10e6
+    parking._kv.page_bytes //= 10**6
+    parking.close()
+
+
 def test_the_limit_holds_and_what_ends_gives_its_room_back(tmp_path: Path) -> None:
     kv = small_store()
     parking = parking_on(tmp_path, kv, limit_bytes=10 * kv.page_bytes)
