@@ -19,10 +19,11 @@ from pyserve.disk_tier import DiskTier
 from pyserve.engine import Engine
 from pyserve.models.load import Model
 from pyserve.park import Ending, Parking
+from pyserve.rates import Rates
 from pyserve.sequence import Sequence, Tier
 from tests.engine.faults import FaultyStream
 from tests.engine.parked import PAGE_SIZE, sequence_of, small_store
-from tests.engine.workload import GREEDY, SEEDED, alone, assert_clean, request, run
+from tests.engine.workload import GREEDY, SEEDED, alone, assert_clean, four_chats, request, run
 
 NUM_PAGES = 96
 
@@ -191,6 +192,40 @@ def test_what_comes_back_is_what_went(seed: int) -> None:
         assert (world.parking.held_bytes, world.parking.disk_bytes) == (0, 0)
         assert len(world.free) == NUM_PAGES
     assert not Path(directory).exists()
+
+
+class Moody(Rates):
+    """Tiers become slow and quick again from one plan to the next."""
+
+    def slow_tiers(self, now_s: float) -> frozenset[Tier]:
+        return frozenset(tier for tier in (Tier.RAM, Tier.DISK) if random.Random(now_s).random() < 0.5)
+
+
+@pytest.mark.parametrize("preempt_async", [True, False], ids=["async", "sync"])
+def test_tiers_that_become_slow_change_nothing_but_the_way_back(
+    tiny_model: Model, tmp_path: Path, preempt_async: bool
+) -> None:
+    chats = four_chats(SEEDED)
+
+    def prepare(engine: Engine) -> None:
+        engine._parking.arena.budget_bytes = 60 * engine.info.page_bytes
+        engine._transfers.rates = Moody(engine.info.page_bytes, engine.info.page_size)
+
+    result = run(
+        tiny_model,
+        [[chat] for chat in chats],
+        prepare=prepare,
+        ctx_size=256,
+        parallel=4,
+        page_size=4,
+        preempt_every=11,
+        preempt_async=preempt_async,
+        preempt_disk=str(tmp_path),
+    )
+    assert [o.tokens for o in result.outcomes] == [alone(tiny_model, chat) for chat in chats]
+    assert result.counters.recomputes > 0 and result.counters.restored_bytes > 0
+    assert_clean(result)
+    assert result.snapshot.preempt_disk_bytes == 0
 
 
 @pytest.mark.parametrize("seed", range(6))
