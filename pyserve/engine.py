@@ -31,7 +31,6 @@ import logging
 import time
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from pyserve.errors import ContextExceeded, PoolExhausted, PyserveError, StepFailed, Unavailable
 from pyserve.generation import Generation
@@ -45,6 +44,7 @@ from pyserve.task import Task
 from pyserve.transfers import Transfers
 from pyserve.types import (
     Counters,
+    EngineInfo,
     Event,
     Failed,
     Finished,
@@ -62,28 +62,6 @@ log = logging.getLogger("pyserve.engine")
 _COPY_WAIT_S = 1.0
 _STUCK_WAIT_S = 1.0
 _PROMPT_STEP_TOKENS = 64  # a step with so many prompt tokens tells how fast prompts are computed
-
-
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """What does not change while the engine runs. Cells and tokens are the same thing here."""
-
-    num_slots: int
-    page_size: int
-    num_pages: int
-    pool_tokens: int
-    context_len: int  # tokens that one sequence may have
-    park_budget_bytes: int
-    park_budget_tokens: int
-    page_bytes: int
-    is_async: bool
-    is_pinned: bool
-    kv_type: str
-    num_threads: int
-    isa: str
-    isa: str
-    max_queue: int
-    tiers: tuple[str, ...] = ("ram", "recompute")  # where parked state may be, best first; none: parking is off
 
 
 class Engine:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pyserve import ops
 from pyserve.disk_tier import DiskTier
-from pyserve.engine import Engine, EngineHandle, EngineInfo
+from pyserve.engine import Engine, EngineHandle
 from pyserve.kv_store import KvStore
 from pyserve.ledger import Ledger
 from pyserve.models.load import Model, load
@@ -25,6 +25,7 @@ from pyserve.runner import Runner
 from pyserve.settings import Settings
 from pyserve.text.chat import ChatTemplate
 from pyserve.text.tokenizer import Tokenizer
+from pyserve.types import EngineInfo
 
 # A compute thread that comes back from a step waits at most this long for the interpreter; the default of 5 ms is a
 # whole step.

@@ -182,6 +182,27 @@ class Snapshot:
     is_stuck: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What does not change while the engine runs. Cells and tokens are the same thing here."""
+
+    num_slots: int
+    page_size: int
+    num_pages: int
+    pool_tokens: int
+    context_len: int  # tokens that one sequence may have
+    park_budget_bytes: int
+    park_budget_tokens: int
+    page_bytes: int
+    is_async: bool
+    is_pinned: bool
+    kv_type: str
+    num_threads: int
+    isa: str
+    max_queue: int
+    tiers: tuple[str, ...] = ("ram", "recompute")  # where parked state may be, best first; none: parking is off
+
+
 @dataclass(slots=True)
 class Counters:
     """Totals since start, written by the engine and read by `/metrics`. Seconds, tokens, counts."""
