@@ -7,7 +7,8 @@
 // Scratch: int32 places[rows + 1], groups[rows + 1] (running sums of units and groups over the pairs), then slots of [heads of a pair, head_dim] floats followed
 // by [heads] maxima and [heads] sums: one slot for each group of each pair, then seven for each worker.
 //
-// Positions and page tables are read on the device only: the launch is the same for a given number of rows, so a CUDA graph can hold it.
+// Positions and page tables are read on the device only: the launch is the same for a given number of rows, so a CUDA graph can hold it. The plan follows from
+// the rows' positions: the first layer of a step makes it, the others may use it (`_planned`).
 //
 // Exactness, what is not handled, hardware: see attention.cuh. A pair of at most 8 heads leaves half of each mma tile unused: decode is bound by memory.
 #include "attention.cuh"
@@ -180,13 +181,13 @@ struct Row {  // one head's state, spread over a warp: column lane + 32 i
   }
 };
 
-// The state of one group: what the worker that began it got to, then unit by unit what others did.
+__device__ __forceinline__ int next_group(int unit) { return unit / kGroupUnits * kGroupUnits + kGroupUnits; }
+
+// `state` is that of the group which holds `unit`, as far as the worker that began it got: adds, one by one, the units that others did.
 template <int D>
-__device__ Row<D> load_group(const Plan& plan, int row, int pair, UnitRange units, int unit, int head, float exponent, int lane) {
+__device__ void add_late_units(Row<D>& state, const Plan& plan, int row, int pair, UnitRange units, int unit, int head, float exponent, int lane) {
   const int total = plan.total(), first_place = plan.places[row] + pair * units.count - units.first;
-  const int end = first_place + min(unit / kGroupUnits * kGroupUnits + kGroupUnits, units.first + units.count);
-  Row<D> state;
-  state.load(plan.group_slot(row, pair, units, unit), plan.pair_heads, head, lane);
+  const int end = first_place + min(next_group(unit), units.first + units.count);
   int worker = worker_at(first_place + unit, plan.num_workers, total);
   for (int place = share_start(worker + 1, plan.num_workers, total); place < end; ++place) {
     worker = worker_at(place, plan.num_workers, total);
@@ -194,19 +195,30 @@ __device__ Row<D> load_group(const Plan& plan, int row, int pair, UnitRange unit
     late.load(plan.unit_slot(worker, place - share_start(worker, plan.num_workers, total)), plan.pair_heads, head, lane);
     state.add(late, exponent);
   }
-  return state;
 }
 
 template <int D>
-__global__ void __launch_bounds__(128, 8) combine_kernel(Plan plan, Matrix out, int num_heads, int num_kv_heads, float exponent) {
+__global__ void __launch_bounds__(128, 4) combine_kernel(Plan plan, Matrix out, int num_heads, int num_kv_heads, float exponent) {
   const int lane = threadIdx.x & 31, index = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
   if (index >= plan.num_rows * num_heads) return;
   const int row = index / num_heads, head = index % num_heads, group = num_heads / num_kv_heads, tiles = (group + kPairHeads - 1) / kPairHeads;
   const int pair = head / group * tiles + head % group / kPairHeads, head_of_pair = head % group % kPairHeads;
   const UnitRange units = units_of(plan.positions[row], plan.window);
+  const int end = units.first + units.count;
+  constexpr int batch = D <= 128 ? 4 : 2;  // groups whose loads are under way at once
   Row<D> state;
-  for (int unit = units.first; unit < units.first + units.count; unit = unit / kGroupUnits * kGroupUnits + kGroupUnits)
-    state.add(load_group<D>(plan, row, pair, units, unit, head_of_pair, exponent, lane), exponent);
+  for (int first = units.first; first < end; first = next_group(first) + (batch - 1) * kGroupUnits) {
+    Row<D> groups[batch];
+#pragma unroll
+    for (int i = 0, unit = first; i < batch; ++i, unit = next_group(unit))
+      if (unit < end) groups[i].load(plan.group_slot(row, pair, units, unit), plan.pair_heads, head_of_pair, lane);
+#pragma unroll
+    for (int i = 0, unit = first; i < batch; ++i, unit = next_group(unit)) {
+      if (unit >= end) break;
+      add_late_units(groups[i], plan, row, pair, units, unit, head_of_pair, exponent, lane);
+      state.add(groups[i], exponent);
+    }
+  }
   const float scale = inverse(state.sum);
 #pragma unroll
   for (int i = 0; i < Row<D>::columns; ++i)
@@ -230,11 +242,11 @@ int warps_per_block(int64_t head_dim, const Device& device) {
 }
 
 template <class T, int D>
-int run(const Matrix& q, const AttentionSpec& spec, const Pool& pool, const StepRows& rows, const Matrix& out, Plan plan, const Device& device,
-        cudaStream_t stream) {
+int run(const Matrix& q, const AttentionSpec& spec, const Pool& pool, const StepRows& rows, const Matrix& out, Plan plan, bool is_planned,
+        const Device& device, cudaStream_t stream) {
   const int num_warps = warps_per_block(D, device), num_heads = static_cast<int>(spec.num_heads), num_kv_heads = static_cast<int>(pool.num_kv_heads);
   const Scoring scoring = scoring_of(spec);
-  int error = launch(plan_kernel, dim3(1), dim3(32), 0, stream, plan);
+  int error = is_planned ? 0 : launch(plan_kernel, dim3(1), dim3(32), 0, stream, plan);
   if (error != 0) return error;
   const WalkArguments<T, D> arguments = {q, sequences_of<T>(pool, spec, rows), scoring, plan, num_heads};
   error = launch(walk_kernel<T, D>, dim3(device.num_sms), dim3(32 * num_warps), num_warps * warp_bytes(D), stream, arguments);
@@ -254,8 +266,10 @@ extern "C" int64_t pyserve_cuda_attention_decode_scratch_bytes(int64_t num_rows,
   return plan_bytes + num_slots * pair_heads(num_heads, num_kv_heads) * (head_dim + 2) * 4;
 }
 
-extern "C" int pyserve_cuda_attention_decode(const Matrix* q, const AttentionSpec* spec, const Pool* pool, const StepRows* rows, const Matrix* out,
-                                             void* scratch, int64_t scratch_bytes, const Device* device, void* stream) {
+namespace {
+
+int attend(const Matrix* q, const AttentionSpec* spec, const Pool* pool, const StepRows* rows, const Matrix* out, void* scratch, int64_t scratch_bytes,
+           bool is_planned, const Device* device, void* stream) {
   if (rows->num_rows == 0) return 0;
   if (!is_valid(*q, *spec, *pool) || warps_per_block(pool->head_dim, *device) < 1) return kInvalid;
   const int64_t context_len = rows->page_table_width * pool->page_size;
@@ -275,8 +289,20 @@ extern "C" int pyserve_cuda_attention_decode(const Matrix* q, const AttentionSpe
   plan.positions = rows->positions;
   return with_pool_type(*pool, [&](auto tag) {
     using Chosen = decltype(tag);
-    return run<typename Chosen::Type, Chosen::head_dim>(*q, *spec, *pool, *rows, *out, plan, *device, static_cast<cudaStream_t>(stream));
+    return run<typename Chosen::Type, Chosen::head_dim>(*q, *spec, *pool, *rows, *out, plan, is_planned, *device, static_cast<cudaStream_t>(stream));
   });
+}
+
+}  // namespace
+
+extern "C" int pyserve_cuda_attention_decode(const Matrix* q, const AttentionSpec* spec, const Pool* pool, const StepRows* rows, const Matrix* out,
+                                             void* scratch, int64_t scratch_bytes, const Device* device, void* stream) {
+  return attend(q, spec, pool, rows, out, scratch, scratch_bytes, false, device, stream);
+}
+
+extern "C" int pyserve_cuda_attention_decode_planned(const Matrix* q, const AttentionSpec* spec, const Pool* pool, const StepRows* rows, const Matrix* out,
+                                                     void* scratch, int64_t scratch_bytes, const Device* device, void* stream) {
+  return attend(q, spec, pool, rows, out, scratch, scratch_bytes, true, device, stream);
 }
 
 }  // namespace pyserve::cuda

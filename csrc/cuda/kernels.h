@@ -29,6 +29,9 @@ int64_t pyserve_cuda_attention_decode_scratch_bytes(int64_t num_rows, int64_t nu
                                                     int64_t window, const Device* device);
 int pyserve_cuda_attention_decode(const Matrix* q, const AttentionSpec* spec, const Pool* pool, const StepRows* rows, const Matrix* out, void* scratch,
                                   int64_t scratch_bytes, const Device* device, void* stream);
+// The same, where `scratch` still holds the plan of another layer's call in this step, with the same rows, heads, window and device.
+int pyserve_cuda_attention_decode_planned(const Matrix* q, const AttentionSpec* spec, const Pool* pool, const StepRows* rows, const Matrix* out,
+                                          void* scratch, int64_t scratch_bytes, const Device* device, void* stream);
 
 // --- attention_prefill.cu: chunks of adjacent rows; `chunks` on the host (3 int32 each: first row, number of rows, last position), `tiles` on the device.
 int pyserve_cuda_attention_prefill_queries(int64_t head_dim, const Device* device);  // query rows a tile, 0: not possible

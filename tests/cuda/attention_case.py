@@ -124,6 +124,7 @@ class Case:
             page, place = self.table[s, where // self.page_size], where % self.page_size
             for i in (0, 1):
                 self.pool[page, self.layer, i, :, place] = bits[i]
+            self.forget(s, page, place)
             self.keys.append(to_float(bits[0], self.pool_type))
             self.values.append(to_float(bits[1], self.pool_type))
         self.positions = np.array([p for _, p in self.rows], np.int32)
@@ -133,6 +134,13 @@ class Case:
             for s, p in self.rows
         ]
         self.q = to_bits(np.stack(queries), self.q_type)  # [rows, heads, head_dim]: a row's own, in any company
+
+    def forget(self, sequence: int, page: Array, place: Array) -> None:
+        """What no row sees any more through its window may be anyone's."""
+        earliest = min((p for s, p in self.rows if s == sequence), default=0)
+        count = max(0, earliest - self.window + 1) if self.window else 0
+        nan = np.nan if self.pool_type == F32 else 0x7FFF
+        self.pool[page[:count], self.layer, :, :, place[:count]] = nan
 
     def structures(self) -> tuple[Matrix, AttentionSpec, Pool, StepRows]:
         stride = self.num_heads * self.head_dim
@@ -154,13 +162,17 @@ class Case:
             (len(self.rows), self.num_heads, self.head_dim), nan, np.float32 if out_type == F32 else np.uint16
         )
 
-    def decode(self, library: Library, out_type: int = F32, device: Device = H200) -> Array:
-        """Bits of [rows, heads, head_dim], each row by itself."""
+    def decode(self, library: Library, out_type: int = F32, device: Device = H200, repeats: int = 0) -> Array:
+        """Bits of [rows, heads, head_dim], each row by itself; repeated with the first call's plan."""
         q, spec, pool, rows = self.structures()
         out = self.output(out_type)
         scratch = nan_bytes(decode_scratch_bytes(library, self, device))
         matrix = Matrix(pointer(out), out_type, self.num_heads * self.head_dim)
-        call(library, "pyserve_cuda_attention_decode", q, spec, pool, rows, matrix, scratch, scratch.nbytes, device)
+        arguments = (q, spec, pool, rows, matrix, scratch, scratch.nbytes, device)
+        call(library, "pyserve_cuda_attention_decode", *arguments)
+        for _ in range(repeats):
+            out[:] = self.output(out_type)
+            call(library, "pyserve_cuda_attention_decode_planned", *arguments)
         return out
 
     def prefill(self, library: Library, out_type: int = F32, device: Device = H200) -> Array:

@@ -60,6 +60,11 @@ def test_long_sequences_under_every_schedule(policy: int) -> None:
     assert case.excess(run(case, policy)) <= 0
 
 
+def test_more_groups_than_the_combine_kernel_loads_at_once() -> None:
+    case = Case([2700], [(0, 2047), (0, 2048), (0, 2699)], num_heads=1, num_kv_heads=1)
+    assert case.excess(run(case)) <= 0
+
+
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (3, 3), (8, 1), (14, 2), (16, 1), (34, 2)])
 def test_grouped_heads(num_heads: int, num_kv_heads: int) -> None:
     case = Case(**MIXED, num_heads=num_heads, num_kv_heads=num_kv_heads)
@@ -101,6 +106,11 @@ def test_the_number_of_workers_changes_no_bit(head_dim: int) -> None:
         np.testing.assert_array_equal(run(case, device=device), wanted)
     for num_sms in (2, 3, 4):
         np.testing.assert_array_equal(case.decode(decode_library(), device=Device(num_sms, 232448)), wanted)
+
+
+def test_layers_of_a_step_share_the_plan() -> None:
+    case = Case(**LONG)
+    np.testing.assert_array_equal(case.decode(decode_library(), repeats=1), case.decode(decode_library()))
 
 
 def test_a_row_is_the_same_alone_and_in_company() -> None:

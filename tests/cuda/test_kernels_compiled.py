@@ -54,7 +54,7 @@ def test_registers_fit_the_blocks(arch: str) -> None:
     for kernel in build_cubin("attention_prefill.cu", arch).kernels:
         assert kernel.registers * 256 <= REGISTERS
     for kernel in build_cubin("attention_decode.cu", arch).kernel("combine"):
-        assert kernel.registers <= 64
+        assert kernel.registers <= 128
     for source in ROW_KERNELS:
         for kernel in build_cubin(source, arch).kernels:
             assert kernel.registers <= 64
