@@ -242,6 +242,8 @@ def parse_ptxas(log: str) -> Iterator[KernelReport]:
 
 # --- sanitizers run in a child: their runtime must be there before Python starts
 
+EVERY_RACE = "suppress_equal_stacks=0:suppress_equal_addresses=0"  # for several cases in one child: report each anew
+
 
 @dataclass(frozen=True)
 class ChildResult:

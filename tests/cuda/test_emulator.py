@@ -8,7 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.cuda.build import IN_ORDER, POLICIES, PRIORITIES, EmulatorError, Library, build_emulated, run_child
+from tests.cuda.build import (
+    EVERY_RACE,
+    IN_ORDER,
+    POLICIES,
+    PRIORITIES,
+    EmulatorError,
+    Library,
+    build_emulated,
+    run_child,
+)
 from tests.cuda.fragments import (
     a_byte_fragments,
     a_fragments,
@@ -132,7 +141,7 @@ def test_good_kernels_under_the_address_sanitizer() -> None:
 @pytest.fixture(scope="module")
 def races() -> dict[str, str]:
     build_emulated("mistakes.cu", sanitizer="tsan")
-    result = run_child("tsan", CHILD, *RACES, *NO_RACES)
+    result = run_child("tsan", CHILD, *RACES, *NO_RACES, tsan_options=EVERY_RACE)
     assert "done" in result.output, result.output[-3000:]
     parts = re.split(r"^case (.+)$", result.output, flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))

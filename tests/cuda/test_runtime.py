@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.cuda.build import build_emulated, run_child
+from tests.cuda.build import EVERY_RACE, build_emulated, run_child
 from tests.cuda.device import NOT_READY, SOURCES, Device
 
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_PITCH, ILLEGAL_ADDRESS = 1, 2, 12, 700
@@ -158,9 +158,7 @@ UNORDERED = ["no fence", "no wait", "queried in vain", "fence too early"]
 def races() -> dict[str, str]:
     """What TSan says of each case."""
     build_emulated(*SOURCES, sanitizer="tsan")
-    result = run_child(
-        "tsan", CHILD, *ORDERED, *UNORDERED, tsan_options="suppress_equal_stacks=0:suppress_equal_addresses=0"
-    )
+    result = run_child("tsan", CHILD, *ORDERED, *UNORDERED, tsan_options=EVERY_RACE)
     assert "done" in result.output, result.output[-3000:]
     parts = re.split(r"^case (.+)$", result.output, flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
