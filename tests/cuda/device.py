@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ SOURCES = ("page_copy.cu", "calibrate.cu", "event.cu", "pinned.cu", ROOT / "csrc
 NOT_READY = 600
 AUTOMATIC, CALLS, BATCHED, KERNEL = range(4)
 Bytes = NDArray[np.uint8]
+HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class Tuning(ctypes.Structure):
@@ -79,6 +81,7 @@ class Device:
         self.so = self.library.so
         self.so.emulator_reset()
         self._registered: dict[int, tuple[Any, int]] = {}
+        self._kept: list[object] = []
         self._handles: list[tuple[str, ctypes.c_void_p]] = []
         for name in ("num_copy_calls", "num_blocking_copies", "num_outstanding", "num_streams", "num_blocks"):
             getattr(self.so, f"emulator_{name}").restype = ctypes.c_int64
@@ -136,6 +139,18 @@ class Device:
 
     def synchronize(self, stream: ctypes.c_void_p) -> None:
         self._check("stream_synchronize", self.so.pyserve_cuda_stream_synchronize(stream))
+
+    def gate(self, stream: ctypes.c_void_p) -> threading.Event:
+        """Later work of the stream waits until the event is set (or half a minute is over)."""
+        opened = threading.Event()
+
+        def wait(_: int | None) -> None:
+            opened.wait(30)
+
+        callback = HOST_FUNCTION(wait)
+        self._kept.append(callback)
+        self._check("cudaLaunchHostFunc", self.so.cudaLaunchHostFunc(stream, callback, None))
+        return opened
 
     def request(
         self,

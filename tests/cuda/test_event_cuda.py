@@ -57,14 +57,13 @@ def test_the_runtimes_own_query_would_not_do(device: Device) -> None:
 def test_a_query_never_waits(device: Device) -> None:
     stream = device.stream()
     pool, host = device.pool(8, PAGE), device.host(1, PAGE)
-    device.so.emulator_slow_copies(300_000)
+    may_start = device.gate(stream)
     device.copy(pool, host, comb_table([1]), stream, to_host=True)
     event = device.recorded(stream)
-    start = time.perf_counter()
-    assert device.query(event) is False
-    assert time.perf_counter() - start < 0.1
+    for _ in range(100):
+        assert device.query(event) is False  # would hang, if it waited, for the gate is opened below
+    may_start.set()
     device.wait(event)
-    assert time.perf_counter() - start > 0.25
 
 
 def test_an_event_that_was_never_recorded_is_done(device: Device) -> None:
@@ -86,39 +85,46 @@ def test_an_event_speaks_of_its_latest_record(device: Device) -> None:
 
 @pytest.mark.parametrize("is_ordered", [True, False])
 def test_a_copy_waits_on_the_device_for_the_step_that_wrote_its_pages(device: Device, is_ordered: bool) -> None:
-    """The step is a slow copy into the pool. Without the wait the park takes the old bytes: it is what helps."""
+    """The step copies into the pool. Without the wait the park takes the old bytes: it is what helps."""
     pool, host, other = device.pool(8, PAGE), device.host(2, PAGE), device.host(2, PAGE)
     other[:] = 7
     old = pool[2:4].copy()
     compute, copies = device.stream(), device.stream()
-    device.so.emulator_slow_copies(100_000)
+    may_step = device.gate(compute)
     device.copy(pool, other, comb_table([2, 3]), compute, to_host=False, way=CALLS)
     step = device.recorded(compute)
-    time.sleep(0.03)
-    device.so.emulator_slow_copies(0)
     if is_ordered:
         device.stream_wait(copies, step)
     device.copy(pool, host, comb_table([2, 3]), copies, to_host=True, way=CALLS)
-    device.synchronize(copies)
+    park = device.recorded(copies)
+    if is_ordered:
+        time.sleep(0.05)
+        assert device.query(park) is False
+        may_step.set()
+    device.wait(park)
     assert (host == (7 if is_ordered else old)).all()
+    may_step.set()
     device.synchronize(compute)
 
 
 def test_two_restores_do_not_wait_for_each_other(device: Device) -> None:
-    """Each waits for the step before it alone: the first one's fence is not the second one's."""
-    pool, host, step_stream = device.pool(8, PAGE), device.host(4, PAGE), device.stream()
-    step = device.recorded(step_stream)
+    """Each waits for the step before it alone: the first, held up, does not hold up the second."""
+    pool, host, compute = device.pool(8, PAGE), device.host(4, PAGE), device.stream()
+    host[:] = 9
+    step = device.recorded(compute)
     streams = [device.stream(), device.stream()]
-    device.so.emulator_slow_copies(200_000)
-    start = time.perf_counter()
+    may_start = device.gate(streams[0])
     events = []
     for i, stream in enumerate(streams):
         device.stream_wait(stream, step)
         device.copy(pool, host[2 * i : 2 * i + 2], comb_table([2 * i, 2 * i + 1]), stream, to_host=False, way=CALLS)
         events.append(device.recorded(stream))
-    for event in events:
-        device.wait(event)
-    assert time.perf_counter() - start < 0.38
+    device.wait(events[1])
+    assert device.query(events[0]) is False
+    assert (pool[2:4] == 9).all()
+    may_start.set()
+    device.wait(events[0])
+    assert (pool[:4] == 9).all()
 
 
 def test_an_event_may_go_while_work_waits_for_it(device: Device) -> None:
