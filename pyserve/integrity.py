@@ -26,6 +26,8 @@ def check(view: View, slots: List[Sequence | None], filling: Mapping[int, int]) 
     assert decoding == view.decoding.keys(), "decoding is out of date"
     short = {id for id, each in view.running.items() if view.is_short(each) and id not in view.oversized}
     assert short == view.short.keys(), "short is out of date"
+    for each in slots:
+        assert each is None or each.id in view.live or each.id in view.departing, f"{each} has left and keeps its slot"
     num_occupied = sum(each is not None for each in slots)
     assert num_occupied + len(view.free_slots) == view.limits.num_slots, "a slot is lost"
 

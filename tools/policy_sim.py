@@ -16,10 +16,10 @@ import math
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 
 from pyserve.ledger import Limits
 from pyserve.policy import Policy
@@ -48,18 +48,13 @@ class Result:
     """One policy on one list of requests. Times in seconds."""
 
     name: str
+    runs: tuple[tuple[float, ...], ...]  # what it is judged by, run by run; less is better
     makespan_s: float
     completion_s: float  # mean, from arrival to end
     gap_ms: float  # p99 between two tokens of one answer
-    num_parks: int
-    moved: int  # tokens copied out and back, and those computed again
+    num_parks: float
+    moved: float  # tokens copied out and back, and those computed again
     fairness: float  # Jain's index of how many times longer than alone each took; 1 is equal
-
-    @property
-    def costs(self) -> tuple[float, ...]:
-        """What a policy is judged by, to three digits; less is better."""
-        numbers = (self.makespan_s, self.completion_s, self.gap_ms, float(self.moved), -self.fairness)
-        return tuple(float(f"{number:.3g}") for number in numbers)
 
 
 def alone_ms(request: Request, costs: Costs, batch_tokens: int) -> float:
@@ -117,27 +112,35 @@ def _shortest_remaining_first(arrivals: Sequence[float], works: Sequence[float])
     return completions
 
 
-def judge(name: str, requests: Sequence[Request], outcome: Outcome, costs: Costs, limits: Limits) -> Result:
+def judge(requests: Sequence[Request], outcome: Outcome, costs: Costs, limits: Limits) -> tuple[float, ...]:
+    """The fields of a `Result` after its name."""
     alone = [alone_ms(each, costs, limits.batch_tokens) for each in requests]
     ratios = [took / ms for took, ms in zip(outcome.completions, alone, strict=True)]
-    return Result(
-        name,
-        outcome.makespan_ms / 1e3,
-        mean(outcome.completions) / 1e3,
-        outcome.gap_ms(0.99),
-        sum(outcome.parks),
-        outcome.num_copied + outcome.num_recomputed,
-        sum(ratios) ** 2 / (len(ratios) * sum(ratio * ratio for ratio in ratios)),
-    )
+    fairness = sum(ratios) ** 2 / (len(ratios) * sum(ratio * ratio for ratio in ratios))
+    times = (outcome.makespan_ms / 1e3, mean(outcome.completions) / 1e3, outcome.gap_ms(0.99))
+    return (*times, sum(outcome.parks), outcome.num_copied + outcome.num_recomputed, fairness)
 
 
 def pareto_front(results: Sequence[Result]) -> list[Result]:
-    """Those that no other beats: none is as good in everything and better in something."""
+    """Those that no other beats: better in something and worse in nothing, where twice the standard error of the runs
+    and 0.1 % are no difference.
+    """
 
     def is_beaten(one: Result, other: Result) -> bool:
-        return other.costs != one.costs and all(a <= b for a, b in zip(other.costs, one.costs, strict=True))
+        kinds = [
+            _difference([math.log((a + 1e-9) / (b + 1e-9)) for a, b in zip(ours, theirs, strict=True)])
+            for ours, theirs in zip(zip(*other.runs, strict=True), zip(*one.runs, strict=True), strict=True)
+        ]
+        return -1 in kinds and 1 not in kinds
 
     return [each for each in results if not any(is_beaten(each, other) for other in results)]
+
+
+def _difference(values: list[float]) -> int:
+    """-1, 0 or 1: whether they are below, about or above zero."""
+    middle = mean(values)
+    error = 2 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return 0 if abs(middle) <= max(error, 0.001) else int(math.copysign(1, middle))
 
 
 def pool_pages(requests: Sequence[Request], limits: Limits, costs: Costs, oversubscription: float) -> int:
@@ -149,11 +152,16 @@ def pool_pages(requests: Sequence[Request], limits: Limits, costs: Costs, oversu
     return max(math.ceil(average / oversubscription), -(-largest // limits.page_size))
 
 
-def compare(requests: Sequence[Request], limits: Limits, costs: Costs) -> list[Result]:
-    return [
-        judge(name, requests, Simulation(limits, costs, policy).run(requests), costs, limits)
-        for name, policy in POLICIES.items()
-    ]
+def compare(runs: Sequence[tuple[list[Request], Limits]], costs: Costs) -> list[Result]:
+    """The average over `runs` of each policy: one run's differences are half chance."""
+    results = []
+    for name, policy in POLICIES.items():
+        each = [
+            judge(requests, Simulation(limits, costs, policy).run(requests), costs, limits) for requests, limits in runs
+        ]
+        judged = tuple((*times, moved, 1 / fairness) for *times, _, moved, fairness in each)
+        results.append(Result(name, judged, *(mean(values) for values in zip(*each, strict=True))))
+    return results
 
 
 def small_instances(count: int, costs: Costs) -> dict[str, list[tuple[float, float]]]:
@@ -196,8 +204,8 @@ def comparison_table(results: Sequence[Result]) -> str:
     header = ("policy", "makespan s", "mean completion s", "p99 gap ms", "parks", "tokens moved", "fairness", "front")
     rows = [
         (
-            each.name, f"{each.makespan_s:.1f}", f"{each.completion_s:.2f}", f"{each.gap_ms:.1f}", f"{each.num_parks}",
-            f"{each.moved:,}", f"{each.fairness:.3f}", "yes" if each in front else "no",
+            each.name, f"{each.makespan_s:.1f}", f"{each.completion_s:.2f}", f"{each.gap_ms:.1f}",
+            f"{each.num_parks:.0f}", f"{each.moved:,.0f}", f"{each.fairness:.3f}", "yes" if each in front else "no",
         )
         for each in results
     ]  # fmt: skip
@@ -216,7 +224,8 @@ def bound_table(ratios: dict[str, list[tuple[float, float]]]) -> str:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.policy_sim", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--trace", type=Path, help="a CSV or JSON-lines trace; requests are drawn when none is given")
-    parser.add_argument("--requests", type=int, default=1000, help="how many of them (1000)")
+    parser.add_argument("--requests", type=int, default=1000, help="how many of them in a run (1000)")
+    parser.add_argument("--runs", type=int, default=4, help="stretches of the trace, or draws, to average over (4)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--oversubscription", type=float, default=1.5)
@@ -227,29 +236,44 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def request_lists(options: argparse.Namespace) -> list[list[Request]]:
+    """One list for each run, each beginning at time 0."""
+    if not options.trace:
+        return [take(conversations(options.seed + number), options.requests) for number in range(options.runs)]
+    source = read_trace(options.trace)
+    lists = [take(source, options.requests) for _ in range(options.runs)]
+    return [[replace(each, arrival_ms=each.arrival_ms - part[0].arrival_ms) for each in part] for part in lists if part]
+
+
+def limited(requests: list[Request], options: argparse.Namespace, costs: Costs) -> tuple[list[Request], Limits]:
+    limits = Limits(1, 16, options.slots, 2048, max_queue=len(requests))
+    return requests, replace(limits, num_pages=pool_pages(requests, limits, costs, options.oversubscription))
+
+
 def main(arguments: Sequence[str]) -> None:
     options = parse(arguments)
     costs = Costs(options.step_ms, options.row_ms, options.token_ms, options.copy_gb_s)
-    source = read_trace(options.trace) if options.trace else conversations(options.seed)
-    requests = take(source, options.requests)
-    limits = Limits(1, 16, options.slots, 2048, max_queue=len(requests))
-    num_pages = pool_pages(requests, limits, costs, options.oversubscription)
-    limits = Limits(num_pages, 16, options.slots, 2048, max_queue=len(requests))
-    results = compare(requests, limits, costs)
-    where = options.trace.name if options.trace else f"drawn with seed {options.seed}"
+    runs = [limited(requests, options, costs) for requests in request_lists(options)]
+    results = compare(runs, costs)
+    where = options.trace.name if options.trace else f"drawn with seeds from {options.seed} on"
     is_on_front = SHIPPED in (each.name for each in pareto_front(results))
-    makespan, completion = bound(requests, costs, limits)
+    makespan, completion = (
+        mean(values) for values in zip(*(bound(each, costs, limits) for each, limits in runs), strict=True)
+    )
+    pools = ", ".join(str(limits.num_pages) for _, limits in runs)
     text = f"""# Policies
 
-`python -m tools.policy_sim {" ".join(argument.rsplit("/", 1)[-1] for argument in arguments)}`
+`python -m tools.policy_sim {" ".join(each.rsplit("/", 1)[-1] if each[0] == "/" else each for each in arguments)}`
 
-{len(requests)} requests ({where}), {num_pages} pages of 16 cells, {options.slots} slots, {costs.step_ms} ms a step,
-{costs.row_ms} ms a row, {costs.token_ms} ms a prompt token, copies at {costs.copy_gb_s} GB/s. No schedule could have
-a makespan below {makespan / 1e3:.1f} s or a mean completion below {completion / 1e3:.2f} s.
+The average of {len(runs)} runs of {options.requests} requests each ({where}). Pools of
+{pools} pages of 16 cells, {options.slots} slots, {costs.step_ms} ms a step, {costs.row_ms} ms a row,
+{costs.token_ms} ms a prompt token, copies at {costs.copy_gb_s} GB/s. No schedule, and be it one that knows every
+answer's length, could have a makespan below {makespan / 1e3:.1f} s or a mean completion below {completion / 1e3:.2f} s.
 
 {comparison_table(results)}
 
-The shipped policy is {"" if is_on_front else "not "}on the Pareto front.
+The shipped policy is {"" if is_on_front else "not "}on the Pareto front. A difference within twice the standard error
+of the runs, or of less than 0.1 %, counts as none.
 """
     if options.small:
         text += f"""
