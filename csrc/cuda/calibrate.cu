@@ -66,6 +66,7 @@ extern "C" int pyserve_cuda_calibrate(const PoolCopy* memory, CopyTuning* tuning
   const bool can_batch = pyserve_cuda_can_batch() != 0;
   *tuning = kDefaultTuning;
   tuning->min_batch_bytes = std::numeric_limits<int64_t>::max();
+  bool is_largest = true, is_batch_good = can_batch;
   for (size_t i = std::size(kSizes); i-- > 0;) {  // downwards, for as long as batched is no worse than the kernel
     Times calls, batched, kernel;
     int error = measure(*memory, kSizes[i], CopyWay::calls, stream, &calls);
@@ -73,11 +74,12 @@ extern "C" int pyserve_cuda_calibrate(const PoolCopy* memory, CopyTuning* tuning
     if (error == 0 && can_batch) error = measure(*memory, kSizes[i], CopyWay::batched, stream, &batched);
     if (error == kRefused && i > 0) continue;  // the memory given is too small for this size
     if (error != 0) return error;
-    const bool is_unbroken = i + 1 == std::size(kSizes) || tuning->min_batch_bytes == kSizes[i + 1];
-    if (is_unbroken && batched.total_us <= kNearly * kernel.total_us) tuning->min_batch_bytes = kSizes[i];
-    if (i + 1 == std::size(kSizes)) {
+    is_batch_good = is_batch_good && batched.total_us <= kNearly * kernel.total_us;
+    if (is_batch_good) tuning->min_batch_bytes = kSizes[i];
+    if (is_largest) {
       const double bytes_a_us = static_cast<double>(calls.num_pieces * kSizes[i]) / calls.total_us;
       tuning->chunk_bytes = std::clamp<int64_t>(static_cast<int64_t>(bytes_a_us * kChunkUs), 4 << 20, 64 << 20) >> 20 << 20;
+      is_largest = false;
     }
     if (i == 0) {
       const double one_call_us = calls.post_us / static_cast<double>(calls.num_pieces);

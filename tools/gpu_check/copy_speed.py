@@ -78,8 +78,9 @@ def calibration(machine: Machine) -> Result:
     machine.call("pyserve_cuda_calibrate", ctypes.byref(request), ctypes.byref(tuning), stream)
     data = {name: getattr(tuning, name) for name in ("chunk_bytes", "max_calls", "min_batch_bytes")}
     data["seconds"] = time.perf_counter() - start
-    chunk, batch = tuning.chunk_bytes >> 20, tuning.min_batch_bytes >> 10
-    return Result(f"chunks of {chunk} MiB, up to {tuning.max_calls} calls, batched from {batch} KiB", data=data)
+    batch = f"from {tuning.min_batch_bytes >> 10} KiB" if tuning.min_batch_bytes < 1 << 40 else "never"
+    summary = f"chunks of {tuning.chunk_bytes >> 20} MiB, up to {tuning.max_calls} calls, batched {batch}"
+    return Result(summary, data=data)
 
 
 def park(machine: Machine) -> Result:
