@@ -85,7 +85,9 @@ struct AttentionSpec {
   float softcap;                 // 0: none
   int64_t window;                // positions seen, the row's own included; 0: all
 };
-void attention(const float* qkv, const AttentionSpec& spec, const Pool& pool, const StepRows& rows, const Activations& out, Share share);
+// Where members that share a row's positions leave their parts: 64-byte aligned, zero before the first call; 0 bytes where no row can be shared.
+size_t attention_workspace_bytes(int64_t num_heads, const Pool& pool, const StepRows& rows, int num_members);
+void attention(const float* qkv, const AttentionSpec& spec, const Pool& pool, const StepRows& rows, const Activations& out, uint8_t* workspace, Share share);
 
 // --- sample.cpp
 struct SampleRow {               // one row's sampler; 0 switches top_k and min_p off, top_p >= 1 too

@@ -194,7 +194,9 @@ Tensor attention_op(const Tensor& qkv, int64_t num_heads, const Tensor& kv, int6
   check(softcap >= 0, "softcap must not be negative");
   const Tensor out = at::empty({paged.rows.num_rows, num_heads * paged.pool.head_dim}, qkv.options());
   const AttentionSpec spec{num_heads, layer, static_cast<float>(scale), static_cast<float>(softcap), window};
-  in_shares(num_shares, [&](Share share) { attention(paged.qkv, spec, paged.pool, paged.rows, plain(out), share); });
+  const auto workspace_bytes = static_cast<int64_t>(attention_workspace_bytes(num_heads, paged.pool, paged.rows, static_cast<int>(num_shares)));
+  const Tensor workspace = at::empty({workspace_bytes}, qkv.options().dtype(at::kByte)).zero_();
+  in_shares(num_shares, [&](Share share) { attention(paged.qkv, spec, paged.pool, paged.rows, plain(out), workspace.data_ptr<uint8_t>(), share); });
   return out;
 }
 

@@ -24,6 +24,14 @@ inline Vec round(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEARES
 // 2^n, n whole and in -126..127
 inline Vec power_of_two(Vec n) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))}; }
 // x < limit ? 0 : value
+// lanes [first, last) of x, `other` in the rest; the bounds may lie outside 0..16
+inline Vec within(Vec x, int64_t first, int64_t last, float other) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __mmask16 from = _mm512_cmpge_epi32_mask(lane, _mm512_set1_epi32(static_cast<int>(first)));
+  return {_mm512_mask_mov_ps(_mm512_set1_ps(other), _mm512_mask_cmplt_epi32_mask(from, lane, _mm512_set1_epi32(static_cast<int>(last))), x.v)};
+}
+inline float first_of(Vec x) { return _mm512_cvtss_f32(x.v); }
+inline float largest_of(Vec x) { return _mm512_reduce_max_ps(x.v); }
 inline Vec zero_below(Vec x, Vec limit, Vec value) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_NLT_UQ), value.v)}; }
 
 #elif PYSERVE_SIMD == 256
@@ -57,6 +65,20 @@ inline __m256 power_half(__m256 n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
 inline Vec power_of_two(Vec n) { return {power_half(n.a), power_half(n.b)}; }
+inline __m256 within_half(__m256 x, int64_t first, int64_t last, float other) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i before = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(first)), lane);
+  const __m256i inside = _mm256_andnot_si256(before, _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(last)), lane));
+  return _mm256_blendv_ps(_mm256_set1_ps(other), x, _mm256_castsi256_ps(inside));
+}
+inline Vec within(Vec x, int64_t first, int64_t last, float other) { return {within_half(x.a, first, last, other), within_half(x.b, first - 8, last - 8, other)}; }
+inline float first_of(Vec x) { return _mm256_cvtss_f32(x.a); }
+inline float largest_of(Vec x) {
+  const __m256 eight = _mm256_max_ps(x.a, x.b);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
 inline Vec zero_below(Vec x, Vec limit, Vec value) {
   return {_mm256_and_ps(_mm256_cmp_ps(x.a, limit.a, _CMP_NLT_UQ), value.a), _mm256_and_ps(_mm256_cmp_ps(x.b, limit.b, _CMP_NLT_UQ), value.b)};
 }
@@ -85,6 +107,13 @@ inline Vec fma(const Vec& a, const Vec& b, const Vec& c) { PYSERVE_EACH(a.v[i] *
 inline Vec larger(const Vec& a, const Vec& b) { PYSERVE_EACH(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
 inline Vec round(const Vec& a) { PYSERVE_EACH((a.v[i] + 12582912.0f) - 12582912.0f); }  // 1.5 * 2^23 leaves no room for a fraction
 inline Vec power_of_two(const Vec& n) { PYSERVE_EACH(float_from_bits(static_cast<uint32_t>(static_cast<int32_t>(n.v[i]) + 127) << 23)); }
+inline Vec within(const Vec& x, int64_t first, int64_t last, float other) { PYSERVE_EACH(i >= first && i < last ? x.v[i] : other); }
+inline float first_of(const Vec& x) { return x.v[0]; }
+inline float largest_of(const Vec& x) {
+  float largest = x.v[0];
+  for (int i = 1; i < 16; ++i) largest = largest > x.v[i] ? largest : x.v[i];
+  return largest;
+}
 inline Vec zero_below(const Vec& x, const Vec& limit, const Vec& value) { PYSERVE_EACH(x.v[i] < limit.v[i] ? 0.0f : value.v[i]); }
 #undef PYSERVE_EACH
 

@@ -133,7 +133,7 @@ void Program::attention(int64_t qkv, int64_t out, const AttentionShape& shape, f
   check(qkv != out, "out must be another register than qkv");
   Register* to = &writable(out, "out", shape.num_heads * shape.head_dim, shape.head_dim % q8_block == 0);
   const AttentionSpec spec{shape.num_heads, shape.layer, scale, softcap, window};
-  add([=](const Step& step, int64_t, Share share) { pyserve::attention(from->f32.get(), spec, step.pool, step.batch.rows, to->view(), share); },
+  add([=, this](const Step& step, int64_t, Share share) { pyserve::attention(from->f32.get(), spec, step.pool, step.batch.rows, to->view(), workspace_.get(), share); },
       {qkv, pool_layer(shape.layer)}, {out});
 }
 
@@ -253,6 +253,7 @@ const float* Program::run(const Batch& batch, const Pool& pool) {
   const auto lock = lock_running();
   check_pool(pool);
   check_batch(batch, pool);
+  prepare_workspace(batch, pool);
   const Step step{batch, pool};
   team_.run([&](Share share) { execute(step, share); });
   return registers_[static_cast<size_t>(*logits_)].f32.get();
@@ -275,6 +276,17 @@ std::unique_lock<std::mutex> Program::lock_running() {
   std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
   check(lock.owns_lock(), "the program is running: one run at a time");
   return lock;
+}
+
+// A run that failed may have left counters behind in it, so it starts from zero each time; what is zeroed is in proportion to what attention will read.
+void Program::prepare_workspace(const Batch& batch, const Pool& pool) {
+  if (!shape_) return;
+  const size_t needed = attention_workspace_bytes(shape_->num_heads, pool, batch.rows, team_.num_threads());
+  if (needed > workspace_bytes_) {
+    workspace_.allocate(static_cast<int64_t>(needed));
+    workspace_bytes_ = needed;
+  }
+  std::memset(workspace_.get(), 0, std::min<size_t>(needed, static_cast<size_t>(team_.num_threads()) * 64));
 }
 
 void Program::execute(const Step& step, Share share) {

@@ -111,6 +111,7 @@ class Program {
   void allocate(Register& target);
   void check_pool(const Pool& pool) const;
   int64_t pool_layer(int64_t layer) const { return -1 - layer; }  // a layer of the pool counts as a register for barriers
+  void prepare_workspace(const Batch& batch, const Pool& pool);
   void execute(const Step& step, Share share);
 
   const int64_t max_tokens_, max_samples_;
@@ -121,6 +122,8 @@ class Program {
   std::optional<int64_t> logits_;
   int64_t vocab_size_ = INT32_MAX, max_positions_ = INT32_MAX, num_layers_ = 0;
   std::optional<AttentionShape> shape_;
+  Memory<uint8_t> workspace_;  // of attention
+  size_t workspace_bytes_ = 0;
   std::mutex running_;
   Team team_;
 };

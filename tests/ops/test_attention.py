@@ -223,3 +223,64 @@ def test_softmax_is_exact_in_a_known_case() -> None:
     q[0, 0, 0] = 1.0
     result = attend(Paged.build(contents, 1, torch.float32), q, [(0, 1)], scale=1.0)
     torch.testing.assert_close(result[0, 0, :3], torch.tensor([1.0, 3.0, 0.0]), rtol=1e-6, atol=0)
+
+
+# Positions are taken in segments of 256 with sums of their own: rows that end just before, at and after a boundary, and
+# some that see several.
+SEGMENT_LENS = [255, 256, 257, 511, 513, 770, 1100]
+SEGMENT_ROWS = [(i, length - 1) for i, length in enumerate(SEGMENT_LENS)] + [
+    (6, position) for position in range(760, 790)
+]
+SEGMENT_ROWS.sort()
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 256}, {"window": 300}, {"window": 10}, {"softcap": 5.0}])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_segments_are_close_to_float64(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    paged = Paged.build(random_contents(SEGMENT_LENS, 2, 3, 64), 16, dtype)
+    q = queries(len(SEGMENT_ROWS), 9, 64)
+    result = attend(paged, q, SEGMENT_ROWS, **options)
+    torch.testing.assert_close(result.double(), expected(paged, q, SEGMENT_ROWS, **options), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 256}, {"window": 300}, {"window": 10}])
+@pytest.mark.parametrize(("num_heads", "kv_heads", "head_dim"), [(9, 3, 64), (16, 1, 32), (2, 2, 40), (8, 2, 128)])
+def test_segments_have_the_same_bits_however_they_are_dealt(
+    num_heads: int, kv_heads: int, head_dim: int, options: dict[str, Any]
+) -> None:
+    contents = random_contents(SEGMENT_LENS, 2, kv_heads, head_dim)
+    q = queries(len(SEGMENT_ROWS), num_heads, head_dim)
+    paged = Paged.build(contents, 16, torch.float16)
+    together = attend(paged, q, SEGMENT_ROWS, **options)
+    for num_shares in (2, 3, 5, 64):
+        assert torch.equal(attend(paged, q, SEGMENT_ROWS, num_shares=num_shares, **options), together), num_shares
+    assert torch.equal(attend(Paged.build(contents, 100, torch.float16), q, SEGMENT_ROWS, **options), together)
+    for i, row in enumerate(SEGMENT_ROWS):
+        alone = attend(paged, q[i : i + 1], [row], num_shares=1 + i % 5, **options)
+        assert torch.equal(alone[0], together[i]), row
+
+
+@pytest.mark.parametrize("window", [0, 200])
+def test_a_prompt_over_segments_has_the_same_bits_in_any_chunks(window: int) -> None:
+    length = 600
+    paged = Paged.build(random_contents([length], 2, 3, 64), 16, torch.float16)
+    q = queries(length, 9, 64)
+    rows = [(0, position) for position in range(length)]
+    whole = attend(paged, q, rows, window=window)
+    for chunk in (1, 50, 256, 300):
+        pieces = [
+            attend(paged, q[start : start + chunk], rows[start : start + chunk], num_shares=2, window=window)
+            for start in range(0, length, chunk)
+        ]
+        assert torch.equal(torch.cat(pieces), whole), f"chunks of {chunk}"
+
+
+def test_one_bad_segment_makes_the_row_bad_and_no_other() -> None:
+    contents = random_contents([700], 2, 1, 32)
+    contents[0][:, 0, :, 650] = float("nan")
+    paged = Paged.build(contents, 16, torch.float32)
+    q = queries(2, 2, 32)
+    for num_shares in (1, 2):
+        result = attend(paged, q, [(0, 640), (0, 699)], num_shares=num_shares)
+        assert result[0].isfinite().all()
+        assert result[1].isnan().all()

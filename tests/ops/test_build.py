@@ -175,6 +175,8 @@ if torch.ops.pyserve.isa() == WANTED:
     tests.test_same_bits_for_any_chunking(9, 3, 64, {"window": 50})
     tests.test_same_bits_for_any_page_size(torch.float16, {})
     tests.test_a_later_rows_bad_value_stays_its_own()
+    tests.test_segments_are_close_to_float64(torch.float16, {"window": 300})
+    tests.test_segments_have_the_same_bits_however_they_are_dealt(9, 3, 64, {})
 """.replace("WANTED", repr(isa))
     result = python(script, PYSERVE_CPU_ISA=isa)
     assert result.returncode == 0, result.stderr

@@ -95,6 +95,21 @@ def test_same_bits_for_any_threads_chunks_and_pages(types: tuple[str, str, str])
         assert torch.equal(result, wanted), (num_threads, chunks[:3], page_size)
 
 
+def test_a_long_row_shared_by_threads_has_the_same_bits() -> None:
+    """Threads that share a row's positions meet in the workspace, run after run, whoever comes last."""
+    model = SmallModel(types=("Q8_0", "Q8_0", "Q8_0"), num_kv_heads=1, max_positions=1300)
+    pages = table([torch.randperm(82, generator=torch.Generator().manual_seed(3)).tolist()])
+    results = []
+    for num_threads in (1, 2, 3):
+        program = model.program(num_threads=num_threads, max_tokens=1300)
+        kv = model.pool(82, 16, torch.float16)
+        program.run(batch_of([(0, 0, [position % 90 for position in range(1270)])], pages), kv)
+        steps = [program.run(batch_of([(0, position, [7])], pages), kv).clone() for position in range(1270, 1300)]
+        results.append(torch.cat(steps))
+    assert torch.equal(results[1], results[0])
+    assert torch.equal(results[2], results[0])
+
+
 @pytest.mark.parametrize("types", MIXES[::2])
 def test_same_bits_in_any_company(types: tuple[str, str, str]) -> None:
     """A prompt chunk and two decode rows together, in two orders, against each alone; what the pool's other cells
