@@ -1,6 +1,6 @@
 // What decode and prefill attention share: one warp's walk over the keys of one sequence.
 //
-// Purpose. A row is one query head of one token. Warps hold 16 or 32 rows as mma.m16n8k16 tiles; keys come in units of 64 positions (tiles.h), K and V as
+// Purpose. A row is one query head of one token. Warps hold 16 rows (M = 1; M = 2 spills) as mma.m16n8k16 tiles; keys come in units of 64 positions (tiles.h), K and V as
 // separate halves through a ring of shared memory that cp.async fills ahead. A team is who fills and reads one ring: a warp (decode) or a block (prefill).
 //
 // Per unit and row: scores by mma over the head's dimensions in ascending order; softcap; keys the row does not see get minus infinity; the unit's own maximum
@@ -36,7 +36,6 @@ struct Shape {  // of shared memory, in elements of 2 bytes
   static constexpr int pitch = D + 8;             // 16 bytes more, an odd number of 16-byte words: ldmatrix has no bank conflicts
   static constexpr int slot = kUnitLen * pitch;   // one half of a unit: K or V
   static constexpr int num_slots = D <= 128 ? 3 : 2;
-  static constexpr int ring_bytes = num_slots * slot * 2;
 };
 
 template <class T>
