@@ -120,8 +120,16 @@ def run_case(server: str, model: Path, case: Case, threads: int, repeats: int) -
         asyncio.run(complete(port, prompt(16, 1), 8))  # type: ignore[arg-type]
         return max(asyncio.run(case.measure(port)) for _ in range(repeats))  # type: ignore[arg-type]
     finally:
-        process.terminate()
-        process.wait(20)
+        stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:  # some servers wait for their clients' connections
+        process.kill()
+        process.wait()
 
 
 def main() -> None:
