@@ -71,7 +71,9 @@ inline __m256 within_half(__m256 x, int64_t first, int64_t last, float other) {
   const __m256i inside = _mm256_andnot_si256(before, _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(last)), lane));
   return _mm256_blendv_ps(_mm256_set1_ps(other), x, _mm256_castsi256_ps(inside));
 }
-inline Vec within(Vec x, int64_t first, int64_t last, float other) { return {within_half(x.a, first, last, other), within_half(x.b, first - 8, last - 8, other)}; }
+inline Vec within(Vec x, int64_t first, int64_t last, float other) {
+  return {within_half(x.a, first, last, other), within_half(x.b, first - 8, last - 8, other)};
+}
 inline float first_of(Vec x) { return _mm256_cvtss_f32(x.a); }
 inline float largest_of(Vec x) {
   const __m256 eight = _mm256_max_ps(x.a, x.b);

@@ -261,9 +261,12 @@ inline void take_segment(const Run& run, int64_t segment, Scratch& scratch, cons
 // queries [head_dim][rows], scaled
 inline void scale_queries(const Tile& tile, float* queries) {
   const int64_t num_rows = tile.num_rows();
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const float* query = tile.query(row);
-    for (int64_t i = 0; i < tile.head_dim; ++i) queries[(has_half_columns(tile) ? place_of(i) : i) * num_rows + row] = query[i] * tile.scale;
+  const float* query[max_rows];
+  for (int64_t row = 0; row < num_rows; ++row) query[row] = tile.query(row);
+  const bool is_reordered = has_half_columns(tile);
+  for (int64_t i = 0; i < tile.head_dim; ++i) {
+    float* line = queries + (is_reordered ? place_of(i) : i) * num_rows;
+    for (int64_t row = 0; row < num_rows; ++row) line[row] = query[row][i] * tile.scale;
   }
 }
 
