@@ -22,25 +22,10 @@
 #include <vector>
 
 #include "../ops.h"
+#include "../step.h"
 #include "team.h"
 
 namespace pyserve {
-
-struct Batch {
-  const int32_t* tokens;       // [rows.num_rows]
-  StepRows rows;
-  int64_t num_sequences;
-  const int32_t* sample_rows;  // [num_samples]: rows whose logits are wanted
-  int64_t num_samples;
-};
-
-struct AttentionShape {
-  int64_t layer, num_heads, num_kv_heads, head_dim;
-};
-
-// Checks shared with the single ops; what they throw names the argument.
-void check_attention_shape(const AttentionShape& shape);
-void check_step_rows(const StepRows& rows, int64_t num_sequences, int64_t max_positions, const Pool& pool);
 
 class Program {
  public:
