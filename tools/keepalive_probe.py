@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tools.streams import post
-from tools.timeline import Timeline, follow, spread
+from tools.timeline import SHARES, Timeline, follow, quantile
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ def verdict(probe: Probe, limit_s: float) -> int:
     if timeline.error:
         print(f"the stream failed: {timeline.error}")
         return 1
-    shares = ", ".join(f"{name} {value * 1e3:.0f}" for name, value in spread(probe.silences_s).items())
+    shares = ", ".join(f"{name} {quantile(probe.silences_s, share) * 1e3:.0f}" for name, share in SHARES.items())
     print(f"{len(timeline.tokens)} pieces of text; ms between any bytes: {shares}")
     if not timeline.parks:
         print("the stream was never parked")

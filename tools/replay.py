@@ -113,7 +113,7 @@ def table(found: dict[str, Any]) -> str:
     ]
     for title, key in (("to the first token", "first_token_ms"), ("between tokens", "gap_ms")):
         for kind in ("survivors", "parked", "all"):
-            values = " | ".join(f"{value:.1f}" for value in found[kind][key].values())
+            values = " | ".join("-" if value is None else f"{value:.1f}" for value in found[kind][key].values())
             lines.append(f"| {title}, {kind} | {found[kind]['answers']} | {values} |")
     return "\n".join(lines)
 

@@ -36,6 +36,10 @@ REPORT_S = 30.0
 LONGEST_ANSWER_S = 900.0
 PAGE_BYTES_PER_TOKEN = 23_040  # of the demo model: 30 layers, K and V, 3 heads of 64 numbers of 2 bytes
 NUM_SHOWN = 20
+ZERO_AT_END = (
+    "requests_preempted", "requests_processing", "requests_deferred", "preempt_ram_bytes", "preempt_disk_bytes",
+    "pool_pages_held", "pool_pages_in_transfer", "sequences_failed_total", "copy_failed_total", "hash_mismatch_total",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +51,9 @@ class Question:
     solo: list[str] = field(default_factory=list)
 
     @property
-    def num_cells(self) -> int:
-        return len(self.body["prompt"]) + self.num_choices * int(self.body["max_tokens"])
+    def sequence_len(self) -> int:
+        """Tokens of one of its sequences at the end."""
+        return len(self.body["prompt"]) + int(self.body["max_tokens"])
 
 
 def questions(count: int, seed: int) -> list[Question]:
@@ -85,6 +90,7 @@ class Soak:
     counts: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
     peaks: Counter[str] = field(default_factory=Counter)
+    num_solo_tokens: int = 0
     memory: list[tuple[float, float]] = field(default_factory=list)  # seconds, resident MiB
 
     async def record_solo(self) -> None:
@@ -134,10 +140,12 @@ class Soak:
             now = await asyncio.to_thread(figures, self.server.url)
             at_s = time.monotonic() - started_s
             self.memory.append((at_s, server.memory_info().rss / 2**20))
-            for name in ("preempt_ram_bytes", "preempt_disk_bytes", "requests_preempted", "is_stuck"):
+            for name in ("preempt_ram_bytes", "preempt_disk_bytes", "requests_preempted"):
                 self.peaks[name] = max(self.peaks[name], int(now[name]))
+            if now["is_stuck"]:
+                self.violations.append(f"at {at_s:.0f} s the watchdog says that nothing moves")
             if time.monotonic() >= report_at_s:
-                report_at_s += REPORT_S
+                report_at_s = time.monotonic() + REPORT_S
                 print(progress(self, now, at_s), flush=True)
             await asyncio.sleep(SAMPLE_S)
 
@@ -154,6 +162,9 @@ def faults(question: Question, answer: Answer, is_cut: bool) -> list[str]:
             wrong.append(f"notices of choice {index} out of order: {notices}")
         if not is_cut and len(notices) % 2:
             wrong.append(f"choice {index} ended while parked: {notices}")
+    num_parks = sum(notices.count("preempted") for notices in answer.notices)
+    if not is_cut and num_parks and num_parks != answer.timings["n_preempt"]:
+        wrong.append(f"{num_parks} parks were announced, timings say {answer.timings['n_preempt']}")
     if not is_cut and (set(answer.finish_reasons) != {"length"} or not answer.is_done):
         wrong.append(f"ended with {answer.finish_reasons}, whole: {answer.is_done}")
     return wrong
@@ -182,22 +193,21 @@ def slope_per_minute(memory: list[tuple[float, float]]) -> float:
     return statistics.linear_regression([at for at, _ in later], [mib for _, mib in later]).slope * 60
 
 
-def final_faults(soak: Soak, now: dict[str, float], max_growth_mib: float) -> list[str]:
-    """What is wrong with the idle server after the run."""
-    wrong: list[str] = []
+def state_faults(now: dict[str, float]) -> list[str]:
+    """What is wrong with the idle server after the run, from its figures."""
+    wrong = []
     if now["pool_pages_free"] + now["pool_pages_cached"] != now["pool_pages"]:
-        wrong.append(f"of {now['pool_pages']:.0f} pages {now['pool_pages_free']:.0f} are free and "
-                     f"{now['pool_pages_cached']:.0f} cached")  # fmt: skip
-    zero = ("requests_preempted", "requests_processing", "requests_deferred", "preempt_ram_bytes", "preempt_disk_bytes",
-            "pool_pages_held", "pool_pages_in_transfer", "sequences_failed_total", "copy_failed_total",
-            "hash_mismatch_total")  # fmt: skip
-    wrong += [f"{name} is {now[name]:.0f}" for name in zero if now[name]]
+        free, cached = now["pool_pages_free"], now["pool_pages_cached"]
+        wrong.append(f"of {now['pool_pages']:.0f} pages {free:.0f} are free and {cached:.0f} cached")
+    return wrong + [f"{name} is {now[name]:.0f}" for name in ZERO_AT_END if now[name]]
+
+
+def run_faults(soak: Soak, now: dict[str, float], max_growth_mib: float) -> list[str]:
+    """What the run as a whole lacks: tiers that were not used, memory that grew."""
     used = {name: soak.peaks[name] for name in ("preempt_ram_bytes", "preempt_disk_bytes")}
     used |= {name: int(now[name]) for name in ("n_preempt_total", "recompute_total")}
-    wrong += [f"{name} was always 0: the run proves too little" for name, value in used.items() if not value]
-    if soak.peaks["is_stuck"]:
-        wrong.append("the watchdog said that nothing moved")
-    growth = slope_per_minute(soak.memory) * (soak.memory[-1][0] - soak.memory[0][0]) / 60 if soak.memory else 0.0
+    wrong = [f"{name} was always 0: the run proves too little" for name, value in used.items() if not value]
+    growth = slope_per_minute(soak.memory) * soak.memory[-1][0] / 60
     if growth > max_growth_mib:
         wrong.append(f"resident memory grew by {growth:.0f} MiB over the run, by its slope after the first third")
     return wrong
@@ -210,12 +220,12 @@ async def run(soak: Soak, chosen: argparse.Namespace) -> dict[str, float]:
     print(f"{len(soak.questions)} solo answers in {time.monotonic() - started_s:.0f} s", flush=True)
     started_s = time.monotonic()
     soak.until_s = started_s + chosen.minutes * 60
-    watching = asyncio.create_task(soak.watch(psutil.Process(soak.server.process.pid), started_s))
-    clients = asyncio.gather(*(soak.client(number) for number in range(chosen.clients)))
-    await asyncio.wait((watching, clients), return_when=asyncio.FIRST_COMPLETED)
-    watching.cancel()
-    await asyncio.gather(clients, return_exceptions=False)
-    await asyncio.gather(watching, return_exceptions=True)
+    server = psutil.Process(soak.server.process.pid)
+    soak.num_solo_tokens = int(figures(soak.server.url)["tokens_predicted_total"])
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(soak.watch(server, started_s))
+        await asyncio.wait([group.create_task(soak.client(number)) for number in range(chosen.clients)])
+        watching.cancel()
     return await _idle_figures(soak.server.url)
 
 
@@ -229,7 +239,7 @@ async def _idle_figures(url: str) -> dict[str, float]:
     return now
 
 
-def table(soak: Soak, now: dict[str, float], minutes: float) -> dict[str, float]:
+def figures_of(soak: Soak, now: dict[str, float]) -> dict[str, float]:
     rows = dict(soak.counts) | {
         "parks": now["n_preempt_total"],
         "restores": now["n_resume_total"],
@@ -241,7 +251,7 @@ def table(soak: Soak, now: dict[str, float], minutes: float) -> dict[str, float]
         "most parked at once": soak.peaks["requests_preempted"],
         "most RAM, MiB": soak.peaks["preempt_ram_bytes"] / 2**20,
         "most disk, MiB": soak.peaks["preempt_disk_bytes"] / 2**20,
-        "tokens a second": now["tokens_predicted_total"] / (minutes * 60),
+        "tokens a second": (now["tokens_predicted_total"] - soak.num_solo_tokens) / soak.memory[-1][0],
         "resident after the first third, MiB": statistics.median(
             mib for at, mib in soak.memory if at >= soak.memory[-1][0] / 3
         ),
@@ -252,36 +262,22 @@ def table(soak: Soak, now: dict[str, float], minutes: float) -> dict[str, float]
 
 
 def flags(chosen: argparse.Namespace, listed: list[Question], disk: Path) -> list[str]:
-    """A pool of a third of what all slots hold on average at the end of their answers."""
-    demand = statistics.mean(each.num_cells / each.num_choices for each in listed) * chosen.parallel
-    pool = max(demand / 3, 1.2 * max(each.num_cells for each in listed))
+    """A pool of a third of what the sequences in all slots have on average at the end of their answers."""
+    demand = statistics.mean(each.sequence_len for each in listed) * chosen.parallel
+    pool = max(demand / 3, 1.2 * max(each.num_choices * each.sequence_len for each in listed))
     ram_mib = max(1, round(pool * PAGE_BYTES_PER_TOKEN / 2**20 * chosen.ram_share))
     own = ["--ctx-size", str(int(pool) // 16 * 16), "--parallel", str(chosen.parallel), "--preempt-ram", str(ram_mib),
            "--preempt-disk", str(disk), "--preempt-disk-limit", str(ram_mib), "--verify-parks", "all"]  # fmt: skip
     return [*own, *chosen.flag]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--parallel", type=int, default=32, help="slots of the server")
-    parser.add_argument("--requests", type=int, default=60, help="length of the list that clients choose from")
-    parser.add_argument(
-        "--ram-share", type=float, default=0.1, help="memory and disk for parked state, as shares of the pool"
-    )
-    parser.add_argument("--preempt-disk", type=Path, default=None, help="default: a folder that is removed again")
-    parser.add_argument(
-        "--flag", action="append", default=[], help="a further flag for the server: --flag=--page-size=1"
-    )
-    parser.add_argument("--max-growth", type=float, default=24, help="MiB that resident memory may grow over the run")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, default=None, help="write the table and the violations here")
-    parser.add_argument("--log", type=Path, default=None, help="keep the server's log here")
-    chosen = parser.parse_args()
+def soak_server(chosen: argparse.Namespace) -> tuple[Soak, dict[str, float]]:
+    """The whole of it: a server, the run, and what is wrong with the server's state after it."""
     listed = questions(chosen.requests, chosen.seed)
     with tempfile.TemporaryDirectory(prefix="pyserve-soak-") as folder:
-        own = flags(chosen, listed, chosen.preempt_disk or Path(folder))
+        disk = chosen.preempt_disk or Path(folder)
+        files_before = set(disk.iterdir()) if disk.exists() else set()
+        own = flags(chosen, listed, disk)
         print("server flags:", " ".join(own), flush=True)
         with running(*own) as server:
             soak = Soak(server, listed, chosen.seed)
@@ -290,15 +286,39 @@ def main() -> None:
             finally:
                 if chosen.log is not None:
                     shutil.copy(server.log, chosen.log)
-            soak.violations += final_faults(soak, now, chosen.max_growth)
-        left = list((chosen.preempt_disk or Path(folder)).iterdir())
-        soak.violations += [f"left on disk: {path}" for path in left]
-    rows = table(soak, now, chosen.minutes)
+        soak.violations += state_faults(now)
+        soak.violations += [f"left on disk: {path}" for path in set(disk.iterdir()) - files_before]
+    return soak, now
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--parallel", type=int, default=32, help="slots of the server")
+    parser.add_argument("--requests", type=int, default=60, help="length of the list that clients choose from")
+    parser.add_argument(
+        "--ram-share", type=float, default=0.1, help="RAM and disk for parked state, as shares of the pool"
+    )
+    parser.add_argument("--preempt-disk", type=Path, default=None, help="default: a folder that is removed again")
+    parser.add_argument("--flag", action="append", default=[], help="a further server flag: --flag=--no-preempt-async")
+    parser.add_argument("--max-growth", type=float, default=24, help="MiB that resident memory may grow over the run")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, default=None, help="write figures, violations and memory samples here")
+    parser.add_argument("--log", type=Path, default=None, help="keep the server's log here")
+    return parser
+
+
+def main() -> None:
+    chosen = arguments().parse_args()
+    soak, now = soak_server(chosen)
+    soak.violations += run_faults(soak, now, chosen.max_growth)
+    rows = figures_of(soak, now)
     print("\n".join(f"{name:38} {value:12.1f}" for name, value in rows.items()))
     for violation in soak.violations[:NUM_SHOWN]:
         print(violation)
     if chosen.json is not None:
-        report = {"flags": own, "figures": rows, "violations": soak.violations, "memory": soak.memory}
+        report = {"figures": rows, "violations": soak.violations, "memory": soak.memory}
         chosen.json.write_text(json.dumps(report, indent=1) + "\n")
     raise SystemExit(bool(soak.violations))
 

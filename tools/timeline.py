@@ -50,11 +50,14 @@ class Timeline:
         """Times between tokens."""
         return [after - before for before, after in pairwise(self.tokens)]
 
-    @property
-    def running_gaps_s(self) -> list[float]:
-        """Those in which it was not parked."""
+    def running_gaps_s(self, begin_s: float, end_s: float) -> list[float]:
+        """Those within the given time in which it was not parked."""
         parked = {count - 1 for count in self.parks}
-        return [gap for number, gap in enumerate(self.gaps_s) if number not in parked]
+        return [
+            after - before
+            for number, (before, after) in enumerate(pairwise(self.tokens))
+            if number not in parked and before >= begin_s and after <= end_s
+        ]
 
 
 async def follow(url: str, body: Mapping[str, Any], timeline: Timeline) -> None:
@@ -71,10 +74,10 @@ async def follow(url: str, body: Mapping[str, Any], timeline: Timeline) -> None:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of them do not exceed; nan of nothing."""
-    return sorted(values)[max(0, math.ceil(len(values) * share) - 1)] if values else math.nan
+    """The smallest value that at least `share` of them do not exceed. `values` must not be empty."""
+    return sorted(values)[max(0, math.ceil(len(values) * share) - 1)]
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """p50, p90, p99, p99.9 and max."""
-    return {name: quantile(values, share) for name, share in SHARES.items()}
+def spread(values: Sequence[float]) -> dict[str, float | None]:
+    """p50, p90, p99, p99.9 and max; None of nothing."""
+    return {name: quantile(values, share) if values else None for name, share in SHARES.items()}
