@@ -11,6 +11,7 @@ namespace pyserve {
 struct Share {  // part `index` of `count`
   int index;
   int count;
+  uint64_t call = 0;  // the same for all parts of one kernel call and no other; 0: unknown. What a thread prepared for one part may serve its next one.
 };
 
 enum class DType : int64_t { f32 = 0, f16 = 1, bf16 = 2 };

@@ -81,6 +81,20 @@ void arrange(const Activations& x, Format format, int64_t first, int num_rows, u
   }
 }
 
+// A row block in the kernel's order, as one thread keeps it from part to part of a call, and from weight to weight that read the same rows.
+struct Arranged {
+  std::vector<uint8_t> bytes;  // grows to the widest row block and stays
+  uint64_t call = 0;
+  const int8_t* q8 = nullptr;
+  int64_t first = -1;
+  Scales scales{};
+  int offset = 0;
+
+  bool holds(uint64_t now, const Activations& x, int64_t row, Format format) const {
+    return now != 0 && call == now && q8 == x.q8 && first == row && scales == format.scales && offset == format.offset;
+  }
+};
+
 struct Grid {
   int64_t num_rows, rows_per_block, num_tiles;
   int tile_m;
@@ -120,16 +134,18 @@ void quantised_linear(const PackedWeight& weight, const Activations& x, const Ou
   const int64_t num_blocks = weight.cols / kBlock, row_bytes = num_blocks * kActivationBlockBytes, stride = tile_bytes(weight.type, weight.cols);
   const Grid grid = grid_for(weight, num_rows, row_bytes, kernels.max_tile_m);
   const auto* by_rows = kernels.quantised[int(weight.type) - int(WeightType::q8_0)];
-  thread_local std::vector<uint8_t> arranged;  // grows to the widest row block and stays
-  if (arranged.size() < size_t(grid.rows_per_block * row_bytes)) arranged.resize(size_t(grid.rows_per_block * row_bytes));
+  thread_local Arranged arranged;
+  if (arranged.bytes.size() < size_t(grid.rows_per_block * row_bytes)) arranged.bytes.resize(size_t(grid.rows_per_block * row_bytes));
   for_each_item(
       grid, to, share,
       [&](int64_t first, int64_t rows) {
+        if (arranged.holds(share.call, x, first, format)) return;
         for (int64_t m = 0; m < rows; m += grid.tile_m)
-          arrange(x, format, first + m, int(std::min<int64_t>(grid.tile_m, rows - m)), arranged.data() + m * row_bytes);
+          arrange(x, format, first + m, int(std::min<int64_t>(grid.tile_m, rows - m)), arranged.bytes.data() + m * row_bytes);
+        arranged.call = share.call, arranged.q8 = x.q8, arranged.first = first, arranged.scales = format.scales, arranged.offset = format.offset;
       },
       [&](int64_t tile, int64_t m, int count, float* products) {
-        by_rows[count - 1](weight.data + tile * stride, num_blocks, arranged.data() + m * row_bytes, products);
+        by_rows[count - 1](weight.data + tile * stride, num_blocks, arranged.bytes.data() + m * row_bytes, products);
       });
 }
 

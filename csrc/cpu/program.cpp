@@ -10,6 +10,10 @@ namespace pyserve {
 namespace {
 
 constexpr int64_t q8_block = 32;  // columns under one scale
+constexpr int64_t part_work = 1 << 20;      // multiply-adds: some 10 us of one thread, beside which claiming a part costs nothing
+constexpr int64_t least_rows_of_work = 5;  // reading the weights takes as long as computing so many rows
+constexpr int64_t max_parts = 16;          // for each member
+std::atomic<uint64_t> num_calls{0};  // of kernels, in all programs: what threads keep between parts must not be taken for another program's
 
 bool is_quantised(WeightType type) { return type != WeightType::f32 && type != WeightType::f16 && type != WeightType::bf16; }
 
@@ -84,7 +88,7 @@ void Program::linear(int64_t x, const std::vector<PackedWeight>& weights, const 
           columns += weights[i].rows;
         }
       },
-      {x}, {out});
+      {x}, {out}, width * from->width);
 }
 
 void Program::rope_kv_write(int64_t qkv, const AttentionShape& shape, const RopeTable& rope, const HeadNorm& norm) {
@@ -143,6 +147,7 @@ void Program::set_logits(int64_t x) {
   readable(x, "logits");
   check(is_on_samples_, "logits must hold sample rows: take_rows must come before");
   for (Register& target : registers_) allocate(target);
+  next_part_ = std::make_unique<std::atomic<int>[]>(instructions_.size());
   logits_ = x;
 }
 
@@ -188,7 +193,7 @@ void Program::need_q8(int64_t x) {
   target->has_q8 = true;
 }
 
-void Program::add(Kernel kernel, const std::vector<int64_t>& read, const std::vector<int64_t>& written) {
+void Program::add(Kernel kernel, const std::vector<int64_t>& read, const std::vector<int64_t>& written, int64_t row_work) {
   const bool needs_barrier = has_common(read, written_) || has_common(written, written_) || has_common(written, read_);
   if (needs_barrier) {
     read_.clear();
@@ -196,7 +201,7 @@ void Program::add(Kernel kernel, const std::vector<int64_t>& read, const std::ve
   }
   read_.insert(read_.end(), read.begin(), read.end());
   written_.insert(written_.end(), written.begin(), written.end());
-  instructions_.push_back(Instruction{std::move(kernel), is_on_samples_, needs_barrier});
+  instructions_.push_back(Instruction{std::move(kernel), row_work, is_on_samples_, needs_barrier});
 }
 
 void Program::note_shape(const AttentionShape& shape) {
@@ -233,7 +238,9 @@ const float* Program::run(const Batch& batch, const Pool& pool) {
   check_batch(batch, pool);
   prepare_workspace(batch, pool);
   const Step step{batch, pool};
-  team_.run([&](Share share) { execute(step, share); });
+  for (size_t i = 0; i < instructions_.size(); ++i) next_part_[i].store(0, std::memory_order_relaxed);
+  const uint64_t first_call = num_calls.fetch_add(instructions_.size()) + 1;
+  team_.run([&](Share share) { execute(step, first_call, share.index); });
   return registers_[static_cast<size_t>(*logits_)].f32.get();
 }
 
@@ -267,12 +274,28 @@ void Program::prepare_workspace(const Batch& batch, const Pool& pool) {
   std::memset(workspace_.get(), 0, std::min<size_t>(needed, static_cast<size_t>(team_.num_threads()) * 64));
 }
 
-void Program::execute(const Step& step, Share share) {
-  for (const Instruction& instruction : instructions_) {
+int Program::num_parts(const Instruction& instruction, int64_t num_rows) const {
+  const int64_t members = team_.num_threads(), work = instruction.row_work * std::max(num_rows, least_rows_of_work);
+  return static_cast<int>(members == 1 ? 1 : members * std::clamp(work / (members * part_work), int64_t{1}, max_parts));
+}
+
+// Where the work is large, members claim its parts one by one, since one that the system interrupts (the event loop needs a processor, too) would keep the
+// others waiting with what was dealt to it. Who computes a part changes no bit.
+void Program::execute(const Step& step, uint64_t first_call, int index) {
+  const int num_members = team_.num_threads();
+  for (size_t i = 0; i < instructions_.size(); ++i) {
+    const Instruction& instruction = instructions_[i];
     const int64_t num_rows = instruction.is_on_samples ? step.batch.num_samples : step.batch.rows.num_rows;
     if (num_rows == 0) continue;  // by every member alike, so that the barriers stay in step
     if (instruction.needs_barrier) team_.barrier();
-    instruction.kernel(step, num_rows, share);
+    const int parts = num_parts(instruction, num_rows);
+    if (parts == num_members) {
+      instruction.kernel(step, num_rows, {index, num_members, first_call + i});
+      continue;
+    }
+    for (int part; (part = next_part_[i].fetch_add(1, std::memory_order_relaxed)) < parts;) {
+      instruction.kernel(step, num_rows, {part, parts, first_call + i});
+    }
   }
 }
 

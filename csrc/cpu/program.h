@@ -13,6 +13,7 @@
 #pragma once
 #include <cstdint>
 #include <cstdlib>
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -81,6 +82,7 @@ class Program {
   using Kernel = std::function<void(const Step&, int64_t num_rows, Share)>;
   struct Instruction {
     Kernel kernel;
+    int64_t row_work;  // multiply-adds for each row where they are many, else 0
     bool is_on_samples;
     bool needs_barrier;
   };
@@ -89,7 +91,7 @@ class Program {
   Register& readable(int64_t index, const char* name);
   Register& writable(int64_t index, const char* name, int64_t width, bool fills_q8);
   void check_open() const;
-  void add(Kernel kernel, const std::vector<int64_t>& read, const std::vector<int64_t>& written);
+  void add(Kernel kernel, const std::vector<int64_t>& read, const std::vector<int64_t>& written, int64_t row_work = 0);
   void need_q8(int64_t x);
   void note_shape(const AttentionShape& shape);
   void check_batch(const Batch& batch, const Pool& pool) const;
@@ -97,7 +99,8 @@ class Program {
   void check_pool(const Pool& pool) const;
   int64_t pool_layer(int64_t layer) const { return -1 - layer; }  // a layer of the pool counts as a register for barriers
   void prepare_workspace(const Batch& batch, const Pool& pool);
-  void execute(const Step& step, Share share);
+  int num_parts(const Instruction& instruction, int64_t num_rows) const;
+  void execute(const Step& step, uint64_t first_call, int index);
 
   const int64_t max_tokens_, max_samples_;
   bool is_on_samples_ = false;
@@ -109,6 +112,7 @@ class Program {
   std::optional<AttentionShape> shape_;
   Memory<uint8_t> workspace_;  // of attention
   size_t workspace_bytes_ = 0;
+  std::unique_ptr<std::atomic<int>[]> next_part_;  // of each instruction
   std::mutex running_;
   Team team_;
 };
