@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "check.h"
+#include "cpu/driver.h"
 #include "cpu/isa.h"
 #include "cpu/program.h"
 #include "cpu/stream.h"
@@ -233,6 +234,8 @@ struct Method<function> {
 struct ProgramHolder : torch::CustomClassHolder {
   Program program;
   std::vector<Tensor> kept;  // what the program points into
+  Tensor picked;             // of the step that was started
+  Driver driver;             // after the program, so that it ends first
 
   ProgramHolder(int64_t max_tokens, int64_t max_samples, int64_t num_threads) : program(max_tokens, max_samples, static_cast<int>(num_threads)) {}
 
@@ -309,22 +312,56 @@ Tensor run_program(const ProgramPtr& self, const Tensor& tokens, const Tensor& p
 }
 
 // Row i of `real` is (temperature, top_p, min_p), of `whole` (top_k, seed, position).
-Tensor sample_program(const ProgramPtr& self, const Tensor& logits, const Tensor& real, const Tensor& whole) {
-  const float* data = floats(logits, "logits", 2);
+std::vector<SampleRow> sample_rows_of(const Tensor& real, const Tensor& whole, int64_t num_rows) {
   const float* r = floats(real, "real", 2);
   check_tensor(whole, "whole", at::kLong, 2);
-  const int64_t num_rows = logits.size(0);
-  check(num_rows > 0 && logits.size(1) > 0, "logits must not be empty");
   check(real.size(0) == num_rows && real.size(1) == 3, "real must be [", num_rows, ", 3]");
   check(whole.size(0) == num_rows && whole.size(1) == 3, "whole must be [", num_rows, ", 3]");
   const int64_t* w = whole.data_ptr<int64_t>();
   std::vector<SampleRow> rows;
   for (int64_t i = 0; i < num_rows; ++i, r += 3, w += 3)
     rows.push_back({r[0], w[0], r[1], r[2], static_cast<uint64_t>(w[1]), static_cast<uint64_t>(w[2])});
-  Tensor tokens = at::empty({num_rows}, logits.options().dtype(at::kInt));
+  return rows;
+}
+
+Tensor sample_program(const ProgramPtr& self, const Tensor& logits, const Tensor& real, const Tensor& whole) {
+  const float* data = floats(logits, "logits", 2);
+  check(logits.size(0) > 0 && logits.size(1) > 0, "logits must not be empty");
+  const std::vector<SampleRow> rows = sample_rows_of(real, whole, logits.size(0));
+  Tensor tokens = at::empty({logits.size(0)}, logits.options().dtype(at::kInt));
   self->program.sample(data, logits.size(1), rows, tokens.data_ptr<int32_t>());
   return tokens;
 }
+
+// run and sample in the driver's thread. `bans` int64 [n, 2]: (row, id) of logits that become minus infinity first.
+void start_program(const ProgramPtr& self, const Tensor& tokens, const Tensor& positions, const Tensor& sequences, const Tensor& page_table,
+                   const Tensor& sample_rows, const Tensor& kv, const Tensor& real, const Tensor& whole, const Tensor& bans) {
+  const int64_t num_rows = sample_rows.size(0), width = self->program.logits_width();
+  std::vector<SampleRow> rows = sample_rows_of(real, whole, num_rows);
+  check_tensor(bans, "bans", at::kLong, 2);
+  check(bans.size(1) == 2, "bans must be [n, 2]");
+  const int64_t* banned = bans.data_ptr<int64_t>();
+  for (int64_t i = 0; i < bans.size(0); ++i) {
+    check(banned[2 * i] >= 0 && banned[2 * i] < num_rows, "bans: row ", banned[2 * i], " is not in the step");
+    check(banned[2 * i + 1] >= 0 && banned[2 * i + 1] < width, "bans: id ", banned[2 * i + 1], " is not in the vocabulary");
+  }
+  Tensor picked = at::empty({num_rows}, at::kInt);
+  self->driver.start([=, program = &self->program, rows = std::move(rows)] {
+    const Batch batch{ints(tokens, "tokens", 1), step_rows(positions, sequences, page_table), page_table.size(0), ints(sample_rows, "sample_rows", 1), num_rows};
+    check(tokens.size(0) == batch.rows.num_rows, "positions must have ", tokens.size(0), " values, as tokens has, not ", batch.rows.num_rows);
+    auto* logits = const_cast<float*>(program->run(batch, pool_of(kv)));
+    for (int64_t i = 0; i < bans.size(0); ++i) logits[banned[2 * i] * width + banned[2 * i + 1]] = -std::numeric_limits<float>::infinity();
+    if (num_rows > 0) program->sample(logits, width, rows, picked.data_ptr<int32_t>());
+  });
+  self->picked = picked;
+}
+
+Tensor collect_program(const ProgramPtr& self) {
+  self->driver.collect();
+  return std::exchange(self->picked, Tensor());
+}
+
+int64_t fileno_program(const ProgramPtr& self) { return self->driver.fileno(); }
 
 struct EventHolder : torch::CustomClassHolder {
   std::shared_ptr<Event> event;
@@ -387,7 +424,10 @@ TORCH_LIBRARY(pyserve, m) {
       .def("take_rows", &Method<&add_take_rows>::call)
       .def("set_logits", &Method<&set_logits>::call)
       .def("run", &Method<&run_program>::call)
-      .def("sample", &Method<&sample_program>::call);
+      .def("sample", &Method<&sample_program>::call)
+      .def("start", &Method<&start_program>::call)
+      .def("collect", &Method<&collect_program>::call)
+      .def("fileno", &Method<&fileno_program>::call);
 
   m.class_<EventHolder>("CopyEvent")
       .def("query", [](const EventPtr& self) { return self->event->query(); })

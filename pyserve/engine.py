@@ -8,7 +8,7 @@ One iteration (`_iterate`).
 2. The inbox: new requests and cancels.
 3. The ledger plans and applies: evictions, parks, restores, admissions, rows.
 4. Park and restore copies are posted to the copy stream.
-5. The step starts in the compute thread.
+5. The step starts, in a thread of the program's that needs no interpreter lock and tells the loop through a descriptor.
 6. While it runs, the events of the previous step go to their clients (`Generation.put`, which never waits).
 7. The step is awaited; sampled tokens extend their sequences; those that are done leave their slots.
 
@@ -28,6 +28,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import time
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
@@ -84,6 +85,7 @@ class Engine:
         self._wake = asyncio.Event()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="pyserve-compute")
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="pyserve-copy-wait")
+        self._running: tuple[Step, asyncio.Future[StepResult]] | None = None  # the plain step that was begun
         self._is_stopping = False
         self._is_stuck = False
         self._last_step_at_s = time.monotonic()
@@ -139,16 +141,21 @@ class Engine:
 
     async def run(self) -> None:
         """The engine task; ends after `stop`, when every copy has landed."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._runner.fileno(), self._step_is_done)
         try:
             while not self._is_stopping:
                 try:
                     await self._iterate()
                 except Exception as error:
                     log.exception("the engine failed; every running request ends, the server goes on")
+                    if self._running is not None:  # it still writes to its sequences' pages
+                        await asyncio.wait([self._running[1]])
                     self._end_all(StepFailed(f"the engine failed: {error}"))
         finally:
             self._end_all(Unavailable("the server is shutting down"))
             self._deliver()
+            loop.remove_reader(self._runner.fileno())
             self._compute.shutdown()
             self._waiter.shutdown()
             self._parking.close()
@@ -163,12 +170,39 @@ class Engine:
         if plan.rows:
             step = self._runner.prepare(plan.rows)
             started_s = time.monotonic()
-            running = asyncio.get_running_loop().run_in_executor(self._compute, self._runner.run, step)
+            running = self._start(step)
             self._deliver()
             await self._finish_step(step, running, started_s)
         else:
             self._deliver()
             await self._rest(plan)
+
+    def _start(self, step: Step) -> asyncio.Future[StepResult]:
+        """Begin the step beside the loop: a plain one in the program's own thread, others in an interpreter's."""
+        loop = asyncio.get_running_loop()
+        if not step.is_plain:
+            return loop.run_in_executor(self._compute, self._runner.run, step)
+        running: asyncio.Future[StepResult] = loop.create_future()
+        try:
+            self._runner.start(step)
+        except Exception as error:
+            running.set_exception(error)
+        else:
+            self._running = (step, running)
+        return running
+
+    def _step_is_done(self) -> None:
+        """The descriptor that says so is readable."""
+        os.read(self._runner.fileno(), 64)
+        if self._running is None:
+            return
+        (step, running), self._running = self._running, None
+        try:
+            result = self._runner.collect(step)
+        except Exception as error:
+            running.set_exception(error)
+        else:
+            running.set_result(result)
 
     async def _rest(self, plan: Plan) -> None:
         """Nothing to run: wait for a copy, for work, or, if there is work that nothing moves, say so."""

@@ -15,7 +15,7 @@ import torch
 from pyserve.kv_store import KvStore
 from pyserve.ops import Program, StepBatch
 from pyserve.plan import Row
-from pyserve.sampler import Sampled, SampleRequest, sample, token_logprobs
+from pyserve.sampler import Sampled, SampleRequest, sample, sampling_tables, token_logprobs
 from pyserve.sequence import Sequence
 from pyserve.types import TokenLogprobs
 
@@ -32,6 +32,11 @@ class Step:
     requests: list[SampleRequest]
     sample_at: list[int]
     scored: list[tuple[Row, int]]  # rows whose prompt is scored, with their first logits row
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the program can sample it by itself: nothing is scored, and no row's logits change but by bans."""
+        return not self.scored and all(request.is_plain for request in self.requests)
 
 
 @dataclass(slots=True)
@@ -116,8 +121,26 @@ class Runner:
         )
         return Step(tuple(rows), batch, requests, sample_at, scored)
 
+    def fileno(self) -> int:
+        """Readable when a step that `start` began is done."""
+        return self._program.fileno()
+
+    def start(self, step: Step) -> None:
+        """Begin a plain step in a thread of the program's; `collect` it once `fileno()` is readable."""
+        tables = sampling_tables(step.requests, self._program.vocab_size)
+        self._program.start(step.batch, self._kv.tensor, *tables)
+
+    def collect(self, step: Step) -> StepResult:
+        """The result of the step that `start` began. Raises RuntimeError or ValueError when it failed."""
+        tokens: list[int] = self._program.collect().tolist()
+        sampling = (row.sequence.id for row in step.rows if row.samples)
+        return StepResult({key: Sampled(token, None) for key, token in zip(sampling, tokens, strict=True)}, {})
+
     def run(self, step: Step) -> StepResult:
-        """Run a prepared step. Raises RuntimeError when the device fails; the pool's other pages are as before."""
+        """Run any prepared step, log-probabilities and penalties included, in the calling thread.
+
+        Raises RuntimeError or ValueError when it fails; the pool's other pages are as before.
+        """
         logits = self._program.run(step.batch, self._kv.tensor)  # [samples, vocab]
         prompt_logprobs = {row.sequence.id: _score(logits, row, first) for row, first in step.scored}
         if not step.requests:

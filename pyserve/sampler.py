@@ -39,6 +39,7 @@ class SampleRequest:
     real: tuple[float, float, float] = field(init=False)  # temperature, top_p, min_p
     whole: tuple[int, int] = field(init=False)  # top_k, seed
     is_adjusted: bool = field(init=False)
+    is_plain: bool = field(init=False)  # nothing but bans, and no log-probabilities
     _bans: torch.Tensor | None = field(init=False, default=None)  # ids int64, while the same ones are banned
     _bans_end: int = field(init=False, default=0)  # number of generated tokens at which that changes
 
@@ -47,7 +48,9 @@ class SampleRequest:
         self.real = (params.temperature, params.top_p, params.min_p)
         self.whole = (params.top_k, _signed(params.seed))
         penalties = (params.repeat_penalty, params.presence_penalty, params.frequency_penalty)
-        self.is_adjusted = bool(params.logit_bias or params.banned_until) or penalties != (1.0, 0.0, 0.0)
+        is_weighed = bool(params.logit_bias) or penalties != (1.0, 0.0, 0.0)
+        self.is_adjusted = is_weighed or bool(params.banned_until)
+        self.is_plain = not is_weighed and params.num_logprobs is None
 
     def bans(self, vocab_size: int) -> torch.Tensor:
         """The ids banned now, int64."""
@@ -81,6 +84,25 @@ def pick_one_by_one(logits: torch.Tensor, real: torch.Tensor, whole: torch.Tenso
     return torch.tensor(picked, dtype=torch.int32)
 
 
+def sampling_tables(
+    requests: Sequence[SampleRequest], vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `Program.start` needs to sample plain rows: real f32 [rows, 3], whole int64 [rows, 3], bans int64 [n, 2]."""
+    bans = [
+        (row, token)
+        for row, request in enumerate(requests)
+        if request.is_adjusted
+        for token in request.bans(vocab_size).tolist()
+    ]
+    return *_parameters(requests), torch.from_numpy(np.array(bans, dtype=np.int64).reshape(-1, 2))
+
+
+def _parameters(requests: Sequence[SampleRequest]) -> tuple[torch.Tensor, torch.Tensor]:
+    real = np.array([request.real for request in requests], dtype=np.float32).reshape(-1, 3)
+    whole = np.array([(*request.whole, len(request.tokens)) for request in requests], dtype=np.int64).reshape(-1, 3)
+    return torch.from_numpy(real), torch.from_numpy(whole)
+
+
 def sample(logits: torch.Tensor, requests: Sequence[SampleRequest], pick: Pick = pick_one_by_one) -> list[Sampled]:
     """Pick the next token of every row. `logits`: f32 [rows, vocab], changed in place."""
     assert logits.shape[0] == len(requests), "one request for each row of the logits"
@@ -89,8 +111,7 @@ def sample(logits: torch.Tensor, requests: Sequence[SampleRequest], pick: Pick =
     for row, request in enumerate(requests):
         if request.is_adjusted:
             _adjust(logits[row], request)
-    real = torch.from_numpy(np.array([request.real for request in requests], dtype=np.float32))
-    whole = torch.from_numpy(np.array([(*r.whole, len(r.tokens)) for r in requests], dtype=np.int64))
+    real, whole = _parameters(requests)
     tokens: list[int] = pick(logits, real, whole).tolist()
     return [
         Sampled(token, _wanted_logprobs(logits, row, token, request.params))

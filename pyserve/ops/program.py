@@ -67,12 +67,17 @@ class Program:
     are kept, not copied. Results depend neither on `num_threads` nor on what else is in a batch, bit for bit.
     """
 
+    picks_greedily = False  # whether there is `run_greedy`, which reads no logits back
+
     def __init__(self, *, max_tokens: int, max_samples: int, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._start(torch.classes.pyserve.Program(max_tokens, max_samples, num_threads), max_tokens, max_samples)
+
+    def _start(self, handle: Any, max_tokens: int, max_samples: int) -> None:
         self.max_tokens = max_tokens
         self.max_samples = max_samples
-        self.num_threads = num_threads
-        self._handle: Any = torch.classes.pyserve.Program(max_tokens, max_samples, num_threads)
-        self._run: Any = self._handle.run
+        self._handle: Any = handle
+        self._run: Any = handle.run
 
     def buffer(self, width: int) -> Register:
         """A new register, zeros. Its memory is taken at `set_logits`."""
@@ -147,6 +152,7 @@ class Program:
         or RuntimeError when there is none.
         """
         self._handle.set_logits(register.index)
+        self.vocab_size = register.width
 
     def run(self, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor:
         """One step, without the GIL: logits float32 [R, vocab], a view that the next run overwrites.
@@ -166,4 +172,27 @@ class Program:
         seed, position. Every row is picked as `torch.ops.pyserve.sample_row` picks it alone.
         """
         result: torch.Tensor = self._handle.sample(logits, real, whole)
+        return result
+
+    def start(
+        self, batch: StepBatch, kv: torch.Tensor, real: torch.Tensor, whole: torch.Tensor, bans: torch.Tensor
+    ) -> None:
+        """Begin a step and the sampling of its R sample rows in a thread of the program's, and return at once.
+
+        `real` and `whole` are as in `sample`; `bans` int64 [n, 2]: (sample row, token id) that cannot be picked. When
+        it is done, `fileno()` has a byte to read, and `collect` gives the result. One step at a time. The batch's
+        tensors must not change until then.
+        """
+        self._handle.start(
+            batch.tokens, batch.positions, batch.sequences, batch.page_table, batch.sample_rows, kv, real, whole, bans
+        )
+
+    def fileno(self) -> int:
+        """The file descriptor that becomes readable when a started step is done."""
+        number: int = self._handle.fileno()
+        return number
+
+    def collect(self) -> torch.Tensor:
+        """The tokens that the started step picked, int32 [R]. Waits for it; raises what it raised."""
+        result: torch.Tensor = self._handle.collect()
         return result

@@ -126,20 +126,22 @@ def test_prompt_logprobs_do_not_depend_on_chunks(tiny_model: Model) -> None:
     assert [entry.token for entry in only] == list(prompt[1:])
 
 
-def test_a_failed_step_ends_its_own_sequences_and_the_server_goes_on(tiny_model: Model) -> None:
+@pytest.mark.parametrize("moment", ["start", "collect"])
+def test_a_failed_step_ends_its_own_sequences_and_the_server_goes_on(tiny_model: Model, moment: str) -> None:
     async def scenario() -> None:
         engine = build_engine(tiny_model, Settings(ctx_size=256, parallel=2), num_threads=1)
         handle = EngineHandle(engine)
-        run_step = engine._runner.run
+        real = getattr(engine._runner, moment)
         failures = iter([RuntimeError("the device is on fire")])
 
         def failing(step: object) -> object:
+            result = real(step) if moment == "collect" else None
             error = next(failures, None)
             if error is not None:
                 raise error
-            return run_step(step)  # type: ignore[arg-type]
+            return result if moment == "collect" else real(step)
 
-        engine._runner.run = failing  # type: ignore[method-assign, assignment]
+        setattr(engine._runner, moment, failing)
         await handle.start()
         first = [event async for event in handle.submit([request(1, 20, 5)], "a")]
         assert isinstance(first[-1].error, StepFailed) and "on fire" in str(first[-1].error)  # type: ignore[union-attr]
