@@ -7,6 +7,7 @@
 #include "check.h"
 #include "cpu/driver.h"
 #include "cpu/isa.h"
+#include "cpu/memory.h"
 #include "cpu/program.h"
 #include "cpu/stream.h"
 #include "ops.h"
@@ -112,7 +113,9 @@ Tensor pack_op(int64_t type, const Tensor& raw, int64_t rows, int64_t cols) {
   check_tensor(raw, "raw", at::kByte, 1);
   check(rows > 0 && cols > 0, "rows and cols must be positive");
   const WeightType as = weight_type(type);
-  const Tensor out = at::empty({static_cast<int64_t>(packed_bytes(as, rows, cols))}, raw.options());
+  const size_t num_bytes = packed_bytes(as, rows, cols);
+  const std::shared_ptr<uint8_t> memory = share_memory(num_bytes);
+  const Tensor out = at::from_blob(memory.get(), {static_cast<int64_t>(num_bytes)}, [memory](void*) {}, raw.options());
   pack(as, raw.data_ptr<uint8_t>(), rows, cols, out.data_ptr<uint8_t>(), Share{0, 1});
   return out;
 }

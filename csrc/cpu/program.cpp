@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 
 #include "../check.h"
+#include "memory.h"
 
 namespace pyserve {
 namespace {
@@ -26,12 +26,11 @@ std::pair<int64_t, int64_t> part(int64_t count, Share share) { return {count * s
 
 }  // namespace
 
-// calloc, since it leaves the pages of a large block untouched until they are used: a program made for long prompts costs nothing while prompts are short.
+// Mapped, which leaves the pages of a large block untouched until they are used: a program made for long prompts costs nothing while prompts are short.
 template <class T>
 void Program::Memory<T>::allocate(int64_t count) {
-  block_.reset(std::calloc(static_cast<size_t>(count) * sizeof(T) + 64, 1));
-  if (!block_) throw std::bad_alloc();
-  data_ = reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(block_.get()) + 63) / 64 * 64);
+  block_ = map_memory(static_cast<size_t>(count) * sizeof(T));
+  data_ = reinterpret_cast<T*>(block_.get());
 }
 
 Activations Program::Register::view() const { return Activations{f32.get(), q8.get(), q8_scale.get(), q8_sum.get(), width}; }

@@ -60,7 +60,7 @@ class Program {
     T* get() const { return data_; }
 
    private:
-    std::unique_ptr<void, void (*)(void*)> block_{nullptr, std::free};
+    std::shared_ptr<uint8_t> block_;
     T* data_ = nullptr;
   };
   struct Register {
