@@ -86,7 +86,7 @@ class Soak:
     questions: list[Question]
     seed: int
     until_s: float = 0.0
-    usual_s: float = 5.0  # how long answers take, roughly
+    usual_s: float = 0.0  # how long answers take, roughly
     counts: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
     peaks: Counter[str] = field(default_factory=Counter)
@@ -95,12 +95,14 @@ class Soak:
 
     async def record_solo(self) -> None:
         """Every request once, one after the other."""
+        started_s = time.monotonic()
         for number, question in enumerate(self.questions):
             answer = Answer(question.num_choices)
             await complete(self.server.url, question.body, answer)
             if answer.error or not answer.is_done or answer.timings["n_preempt"]:
                 raise RuntimeError(f"request {number} failed on the idle server: {answer}")
             question.solo.extend(answer.texts)
+        self.usual_s = (time.monotonic() - started_s) / len(self.questions)
 
     async def client(self, number: int) -> None:
         """Ask until the time is over."""
