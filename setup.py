@@ -18,12 +18,18 @@ FLAGS = runpy.run_path(str(ROOT / "pyserve" / "ops" / "flags.py"))
 setup(
     # The sources go into the wheel as pyserve/csrc too: a wheel that meets another torch version builds again at
     # first import.
-    packages=[*find_packages(include=["pyserve", "pyserve.*"]), "pyserve.csrc", "pyserve.csrc.cpu"],
-    package_dir={"pyserve.csrc": "csrc", "pyserve.csrc.cpu": "csrc/cpu"},
+    packages=[
+        *find_packages(include=["pyserve", "pyserve.*"]),
+        "pyserve.csrc",
+        "pyserve.csrc.cpu",
+        "pyserve.csrc.cuda",
+    ],
+    package_dir={"pyserve.csrc": "csrc", "pyserve.csrc.cpu": "csrc/cpu", "pyserve.csrc.cuda": "csrc/cuda"},
     package_data={
         "pyserve": ["web/*", "web/**/*"],
         "pyserve.csrc": ["*.h", "*.cpp"],
         "pyserve.csrc.cpu": ["*.h", "*.cpp"],
+        "pyserve.csrc.cuda": ["*.h", "*.cpp", "*.cu", "*.cuh"],  # built when a CUDA device is first asked for
     },
     ext_modules=[
         CppExtension(

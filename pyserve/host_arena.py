@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pyserve.host_memory import available_bytes
+from pyserve.ops import Device
 
 log = logging.getLogger("pyserve.park")
 
@@ -221,6 +222,28 @@ def allocate_slab(num_bytes: int) -> torch.Tensor:
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).zero_()
+
+
+class SlabMaker:
+    """Makes slabs as a device's copies need them. Where memory cannot be pinned, copies make their caller wait: that is
+    said once, and parking goes on (R17).
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.is_pinned = device.pins_memory  # until the system has refused to
+
+    def __call__(self, num_bytes: int) -> torch.Tensor:
+        slab = allocate_slab(num_bytes)
+        if not self.is_pinned:
+            return slab
+        try:
+            return self._device.pinned(slab)
+        except RuntimeError as error:
+            self.is_pinned = False
+            reason = str(error).split("\n", 1)[0]
+            log.warning("%d bytes of host memory: %s; steps wait for parks and restores from now on", num_bytes, reason)
+            return slab
 
 
 def _unmap(slab: Slab) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from pyserve.errors import SettingsError
 from pyserve.host_memory import available_bytes
-from pyserve.ops import allocate_pool
+from pyserve.ops import CpuDevice, Device
 
 KV_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -15,16 +15,32 @@ class KvStore:
     """All pages of the pool: `tensor` [pages, layers, 2, kv_heads, page_size, head_dim], a page contiguous."""
 
     def __init__(
-        self, *, num_pages: int, num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, kv_type: str
+        self,
+        *,
+        num_pages: int,
+        num_layers: int,
+        num_kv_heads: int,
+        page_size: int,
+        head_dim: int,
+        kv_type: str,
+        device: Device | None = None,
     ) -> None:
-        """`kv_type` is one of KV_TYPES. Raises SettingsError when the machine has not that much memory."""
+        """`kv_type` is one of KV_TYPES; without a device, the CPU. Raises SettingsError when the device has not that
+        much memory, or no such type.
+        """
         dtype = KV_TYPES[kv_type]
+        self.device = device or CpuDevice()
+        if dtype not in self.device.kv_types:
+            raise SettingsError(f"--kv-type {kv_type} is not possible on {self.device.name}: use f16 or bf16")
         self.page_bytes = num_layers * 2 * num_kv_heads * page_size * head_dim * dtype.itemsize
         self.kv_type = kv_type
         wanted = num_pages * self.page_bytes
-        if wanted > available_bytes():
+        if self.device.name == "cpu" and wanted > available_bytes():
             raise SettingsError(
                 f"--ctx-size {num_pages * page_size} needs {wanted >> 20} MiB for its KV pool and "
                 f"{available_bytes() >> 20} MiB are free: lower --ctx-size"
             )
-        self.tensor = allocate_pool(num_pages, num_layers, num_kv_heads, page_size, head_dim, dtype)
+        try:
+            self.tensor = self.device.allocate_pool(num_pages, num_layers, num_kv_heads, page_size, head_dim, dtype)
+        except MemoryError as error:
+            raise SettingsError(f"--ctx-size {num_pages * page_size}: {error}; lower --ctx-size") from None

@@ -39,7 +39,7 @@ from dataclasses import replace
 
 from pyserve.copies import Copy, Ending, FailedEvent, Host, Landed, slowest_s
 from pyserve.disk_tier import DiskTier, ParkFile, comb_table
-from pyserve.host_arena import HostArena
+from pyserve.host_arena import HostArena, SlabMaker
 from pyserve.kv_store import KvStore
 from pyserve.ops import CopyStream
 from pyserve.sequence import Sequence, Tier
@@ -49,6 +49,7 @@ __all__ = ["Ending", "Landed", "Parking"]
 log = logging.getLogger("pyserve.park")
 
 _DEADLINE_S = 60.0
+PROBE_BYTES = 8 << 20
 
 
 class Parking:
@@ -65,12 +66,13 @@ class Parking:
         deadline_s: float = _DEADLINE_S,
     ) -> None:
         """`verify`: off, sample or all. `deadline_s`: what a copy may take, beside some time for its size."""
-        self.arena = HostArena(kv.page_bytes, budget_bytes)
+        self.make_slab = SlabMaker(kv.device)
+        self.arena = HostArena(kv.page_bytes, budget_bytes, self.make_slab)
         self.disk = disk
         self.deadline_s = deadline_s
         self._kv = kv
         self._page_size = kv.tensor.shape[4]
-        self._stream = stream or CopyStream()
+        self._stream = stream or kv.device.copy_stream()
         self._verify = verify
         self._hosts: dict[int, Host] = {}  # parked in memory, by sequence id
         self._files: dict[int, ParkFile] = {}  # parked on disk
@@ -88,6 +90,13 @@ class Parking:
     def held_bytes(self) -> int:
         """Host memory really held."""
         return self.arena.held_bytes
+
+    def can_pin(self) -> bool:
+        """Whether parked pages get pinned memory: found out with a slab of real size, which is given back."""
+        if not self.make_slab.is_pinned or not self.arena.budget_bytes:
+            return False
+        self.make_slab(min(self.arena.budget_bytes, PROBE_BYTES))
+        return self.make_slab.is_pinned
 
     @property
     def page_bytes(self) -> int:

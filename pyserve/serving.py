@@ -18,7 +18,7 @@ from pyserve.kv_store import KvStore
 from pyserve.ledger import Ledger
 from pyserve.models.load import Model, load
 from pyserve.models.spec import ModelSpec
-from pyserve.ops import CopyStream
+from pyserve.ops import open_device
 from pyserve.park import Parking
 from pyserve.plan import Limits
 from pyserve.runner import Runner
@@ -50,6 +50,7 @@ async def start_engine(settings: Settings, model_path: Path, on_progress: Callab
     """
     num_threads = settings.threads or default_threads()
     pool_tokens = math.ceil(settings.ctx_size / settings.page_size) * settings.page_size
+    device = await asyncio.to_thread(open_device, settings.device)
     model = await asyncio.to_thread(
         load,
         model_path,
@@ -58,6 +59,7 @@ async def start_engine(settings: Settings, model_path: Path, on_progress: Callab
         max_positions=pool_tokens,
         num_threads=num_threads,
         on_progress=on_progress,
+        device=device,
     )
     engine = EngineHandle(build_engine(model, settings, num_threads))
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -78,6 +80,7 @@ def build_engine(model: Model, settings: Settings, num_threads: int) -> Engine:
         page_size=page_size,
         head_dim=spec.head_dim,
         kv_type=settings.kv_type,
+        device=model.device,
     )
     limits = Limits(
         num_pages=num_pages,
@@ -91,6 +94,8 @@ def build_engine(model: Model, settings: Settings, num_threads: int) -> Engine:
         max_queue=settings.max_queue,
     )
     budget_bytes = settings.preempt_ram_mib << 20
+    parking = _parking(kv, settings)
+    is_pinned = parking.can_pin()
     info = EngineInfo(
         num_slots=settings.parallel,
         page_size=page_size,
@@ -101,7 +106,7 @@ def build_engine(model: Model, settings: Settings, num_threads: int) -> Engine:
         park_budget_tokens=budget_bytes // kv.page_bytes * page_size,
         page_bytes=kv.page_bytes,
         is_async=settings.preempt_async,
-        is_pinned=False,
+        is_pinned=is_pinned,
         kv_type=settings.kv_type,
         num_threads=num_threads,
         isa=ops.isa(),
@@ -109,12 +114,12 @@ def build_engine(model: Model, settings: Settings, num_threads: int) -> Engine:
         tiers=_tiers(settings),
     )
     runner = Runner(model.program, kv, num_slots=settings.parallel, pages_per_sequence=num_pages)
-    return Engine(info, Ledger(limits), runner, _parking(kv, settings))
+    return Engine(info, Ledger(limits), runner, parking)
 
 
 def _parking(kv: KvStore, settings: Settings) -> Parking:
     """The tiers. Raises SettingsError when the directory of the disk tier cannot be used."""
-    stream = CopyStream()
+    stream = kv.device.copy_stream()
     disk = None
     if "disk" in _tiers(settings):
         limit_bytes = settings.preempt_disk_limit_mib << 20

@@ -20,7 +20,7 @@ KV_TYPES = ("f16", "bf16", "f32")
 VERIFY = ("off", "sample", "all")
 ON_OFF = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
 # Read by other parts of pyserve or by the build, so not a mistake of the user's when they are set.
-OTHER_VARIABLES = frozenset({"PYSERVE_CPU_ISA", "PYSERVE_BUILD_DIR"})
+OTHER_VARIABLES = frozenset({"PYSERVE_CPU_ISA", "PYSERVE_BUILD_DIR", "PYSERVE_CUDA_ARCHS"})
 
 Value = str | int | float | bool | tuple[str, ...]
 
@@ -36,6 +36,7 @@ class Settings:
     port: int = 8080
     api_keys: tuple[str, ...] = ()
     alias: str | None = None
+    device: str = "auto"
     threads: int | None = None
     batch_size: int = 512
     page_size: int = 16
@@ -117,6 +118,15 @@ def _one_of(words: tuple[str, ...]) -> Parse:
     return parse
 
 
+def _device(text: str) -> str:
+    word = text.strip().lower()
+    kind, colon, index = word.partition(":")
+    is_numbered = kind == "cuda" and (not colon or (index.isascii() and index.isdigit()))
+    if word not in ("auto", "cpu", "cuda-emulated") and not is_numbered:  # emulated: for tests
+        raise ValueError("expected auto, cpu, cuda or cuda:N")
+    return word
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One setting. `unit` is what the help shows for the value; `is_switch` makes --x and --no-x of the last flag."""
@@ -141,6 +151,8 @@ OPTIONS: tuple[Option, ...] = (
            "size of the KV pool that all slots share; each slot may grow to all of it"),
     Option("parallel", ("-np", "--parallel"), "PYSERVE_PARALLEL", "SLOTS", _integer(1, 1024),
            "number of slots: sequences that are served at the same time"),
+    Option("device", ("--device",), "PYSERVE_DEVICE", "auto|cpu|cuda[:N]", _device,
+           "where steps run; auto is the first GPU when there is one and the CUDA kernels are built, else the CPU"),
     Option("threads", ("-t", "--threads"), "PYSERVE_THREADS", "THREADS", _integer(1, 1024), "threads that compute",
            default_text="physical cores that this process may use"),
     Option("batch_size", ("-b", "--batch-size"), "PYSERVE_BATCH_SIZE", "TOKENS", _integer(1, 65536),

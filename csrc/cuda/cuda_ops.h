@@ -63,6 +63,18 @@ int pyserve_cuda_event_wait(void* event);   // the host waits
 int pyserve_cuda_pin(void* memory, int64_t num_bytes);  // slow: tenths of a second a gigabyte, so not on the event loop
 int pyserve_cuda_unpin(void* memory);
 int pyserve_cuda_is_pinned(const void* memory, int64_t num_bytes);  // 1: all of it is
+
+// --- memory.cu; device memory is not zeroed, pinned memory is seen by the device at its own address
+int64_t pyserve_cuda_num_devices();
+int pyserve_cuda_use_device(int64_t index);  // by the calling thread
+int pyserve_cuda_device_limits(int64_t index, int64_t* num_sms, int64_t* shared_bytes);  // as kernels.h's Device wants them
+int pyserve_cuda_allocate(void** memory, int64_t num_bytes);
+int pyserve_cuda_free(void* memory);
+int pyserve_cuda_allocate_pinned(void** memory, int64_t num_bytes);
+int pyserve_cuda_free_pinned(void* memory);
+int pyserve_cuda_copy(void* to, const void* from, int64_t num_bytes, int64_t to_host, void* stream);  // pinned memory, else the caller waits
+const char* pyserve_cuda_error_text(int error);
+int pyserve_cuda_is_emulated();
 }
 
 }  // namespace pyserve::cuda

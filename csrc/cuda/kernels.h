@@ -58,6 +58,14 @@ int pyserve_cuda_quantise(const Activations* x, int64_t num_rows, void* stream);
 int pyserve_cuda_linear(const PackedWeight* weight, const Activations* x, const float* bias, float* out, int64_t out_stride, int64_t num_rows,
                         int64_t accumulate, void* stream);
 
+// --- linear_float.cu: f32, f16, bf16 weights [rows, cols] as in the file
+int pyserve_cuda_linear_float(const PackedWeight* weight, const Activations* x, const float* bias, float* out, int64_t out_stride, int64_t num_rows,
+                              int64_t accumulate, void* stream);
+
+// --- embed.cu: out[i] = scale * table[tokens[i]], for the types of both products; out[i] = x[rows[i]]
+int pyserve_cuda_embed(const PackedWeight* table, const int32_t* tokens, int64_t num_rows, float scale, float* out, void* stream);
+int pyserve_cuda_take_rows(const float* x, int64_t width, const int32_t* rows, int64_t num_rows, float* out, void* stream);
+
 // --- sample.cu: the most probable token of each row, ties to the lower id, NaN never; int32 [num_rows]
 int pyserve_cuda_argmax(const float* logits, int64_t stride, int64_t vocab_size, int64_t num_rows, int32_t* tokens, void* stream);
 

@@ -7,41 +7,20 @@
 // Exactness (R37): an output is, for each warp, one chain of fused products over its blocks in ascending order, then the eight sums in order; which other rows
 // there are changes nothing. The definition (activations rounded as `quantise`, products of blocks exact) is that of csrc/cpu/linear.cpp; only the order differs.
 //
-// Layout of packed weights, made by `pyserve_cuda_pack` from a file's blocks (GGML's q8_0, q4_0, q4_1), no value changed: a record for each 16 rows and 64
-// columns, tile after tile, in a tile the columns ascending; rows are filled up to 16 and columns to 64 with zero scales.
-//     q8_0  [2 blocks][32 lanes][16 bytes]      lane 4 g + t: columns 4 t .. 4 t + 3 of row g, of row g + 8, then columns 16 + 4 t .. of both: the mma's A
-//     q4_*  [32 lanes][16 bytes]                the same; the first block in the low nibbles, the second in the high ones; not offset
-//     then  [2 blocks][8][2] f16                scales of rows g and g + 8; q4_1: the same again for the minima
+// Layout of packed weights: packed.cuh.
 //
 // Not handled: other types, int8 sums over columns that are not a multiple of 32. Many rows (prompts) are right but leave most of the chip idle.
 // Not run on hardware so far: proved on the emulator of tests/cuda.
 #include <cstring>
 #include <type_traits>
 
+#include "packed.cuh"
 #include "ptx.cuh"
-#include "rows.cuh"
 
 namespace pyserve::cuda {
 namespace {
 
-constexpr int kWarps = 8, kTileRows = 16, kPairCols = 2 * kBlockLen;
-
-struct Q8_0 {
-  static constexpr int quant_bytes = 1024, file_bytes = 34, file_quants = 2;
-  static constexpr bool is_4bit = false, has_min = false;
-};
-struct Q4_0 {
-  static constexpr int quant_bytes = 512, file_bytes = 18, file_quants = 2;
-  static constexpr bool is_4bit = true, has_min = false;
-};
-struct Q4_1 {
-  static constexpr int quant_bytes = 512, file_bytes = 20, file_quants = 4;
-  static constexpr bool is_4bit = true, has_min = true;
-};
-
-constexpr int kScaleBytes = 2 * kTileRows * 2;  // of one record
-template <class W>
-constexpr int kRecordBytes = W::quant_bytes + kScaleBytes * (W::has_min ? 2 : 1);
+constexpr int kWarps = 8;
 
 // One record's part of a lane: the A operands of two blocks, and scales (and minima) of rows g and g + 8.
 template <class W>
@@ -169,22 +148,6 @@ __global__ void __launch_bounds__(256) quantise_kernel(Activations x, int64_t nu
   const int64_t block = static_cast<int64_t>(blockIdx.x) * 8 + threadIdx.x / 32;
   const int lane = threadIdx.x & 31;
   if (block < num_blocks) quantise_block(x, block, x.f32[block * kBlockLen + lane], lane);
-}
-
-// Calls action with the type's struct as template argument.
-template <class W>
-struct Tag {
-  using Type = W;
-};
-
-template <class Result, class Action>
-Result with_type(int64_t type, Result otherwise, Action&& action) {
-  switch (static_cast<WeightType>(type)) {
-    case WeightType::q8_0: return action(Tag<Q8_0>{});
-    case WeightType::q4_0: return action(Tag<Q4_0>{});
-    case WeightType::q4_1: return action(Tag<Q4_1>{});
-    default: return otherwise;
-  }
 }
 
 uint8_t file_quant(const uint8_t* quants, int column, bool is_4bit) {  // 4 bits: columns 0-15 in the low nibbles, 16-31 in the high ones

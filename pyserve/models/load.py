@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ModelFileError
+from ..ops.device import CpuDevice, Device
 from ..ops.program import Program
 from .files import fail, shown
 from .folder import Folder, read_chat_template
@@ -33,6 +34,7 @@ class Model:
     tokenizer: Tokenizer
     chat_template: str | None
     path: Path
+    device: Device = field(default_factory=CpuDevice)
 
 
 def load(
@@ -43,9 +45,11 @@ def load(
     max_positions: int,
     num_threads: int,
     on_progress: Progress = lambda stage, fraction: None,
+    device: Device | None = None,
 ) -> Model:
     """Read, check and pack a model for steps of up to `max_tokens` rows, `max_samples` of which sample, at positions
-    below `max_positions`. `on_progress` is called from this thread. Raises ModelFileError as `inspect` does."""
+    below `max_positions`, on `device` or the CPU. `on_progress` is called from this thread. Raises ModelFileError as
+    `inspect` does, and ValueError for a shape that the device has no kernel for."""
     on_progress("reading", 0.0)
     source, spec = open_model(Path(path))
     tokenizer = _tokenizer(source)
@@ -59,8 +63,9 @@ def load(
         max_positions=max_positions,
         num_threads=num_threads,
         on_progress=lambda fraction: on_progress("packing weights", fraction),
+        device=device,
     )
-    return Model(spec, program, tokenizer, chat_template, Path(path))
+    return Model(spec, program, tokenizer, chat_template, Path(path), device or CpuDevice())
 
 
 def build_program(
@@ -72,11 +77,13 @@ def build_program(
     max_positions: int,
     num_threads: int,
     on_progress: Callable[[float], None] = lambda fraction: None,
+    device: Device | None = None,
 ) -> Program:
     """The model's step, without tokenizer: what `load` calls, and what compares logits."""
-    program = Program(max_tokens=max_tokens, max_samples=max_samples, num_threads=num_threads)
+    device = device or CpuDevice()
+    program = device.program(max_tokens=max_tokens, max_samples=max_samples, num_threads=num_threads)
     used = [name for name in (*spec.tensor_shapes(), ROPE_FACTORS) if name in source.tensors]
-    weights = Weights({name: source.tensors[name] for name in used}, num_threads, on_progress)
+    weights = Weights({name: source.tensors[name] for name in used}, num_threads, on_progress, device)
     build(spec, weights, program, max_positions)
     return program
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..ops.device import Device, Pack
 from ..ops.weights import PackedWeight, pack
 from .files import FileTensor
 from .spec import ROPE_FACTORS
@@ -22,14 +24,19 @@ class Weights:
     """
 
     def __init__(
-        self, tensors: Mapping[str, FileTensor], num_threads: int, on_progress: Callable[[float], None]
+        self,
+        tensors: Mapping[str, FileTensor],
+        num_threads: int,
+        on_progress: Callable[[float], None],
+        device: Device | None = None,
     ) -> None:
         self._vectors = {name: _vector(tensor) for name, tensor in tensors.items() if len(tensor.shape) == 1}
         matrices = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) == 2}
         self._packed: dict[str, PackedWeight] = {}
         total_bytes, done_bytes = sum(tensor.num_bytes for tensor in matrices.values()), 0
+        packed = partial(_packed, pack=pack if device is None else device.pack)
         with ThreadPoolExecutor(num_threads) as pool:
-            for name, weight in zip(matrices, pool.map(_packed, matrices.values()), strict=True):
+            for name, weight in zip(matrices, pool.map(packed, matrices.values()), strict=True):
                 self._packed[name] = weight
                 done_bytes += matrices[name].num_bytes
                 on_progress(done_bytes / total_bytes)
@@ -51,7 +58,7 @@ class Weights:
         return None if factors is None else factors.numpy().astype(np.float64)
 
 
-def _packed(tensor: FileTensor) -> PackedWeight:
+def _packed(tensor: FileTensor, pack: Pack) -> PackedWeight:
     rows, columns = tensor.shape
     weight = pack(tensor.type, tensor.raw, rows, columns)
     tensor.release()

@@ -11,7 +11,8 @@ from pyserve.ops import build, fakes
 build.load()
 fakes.register()
 
-from pyserve.ops.kv import allocate_pool, page_bytes  # noqa: E402  what follows needs the extension
+from pyserve.ops.device import CpuDevice, Device, open_device  # noqa: E402  what follows needs the extension
+from pyserve.ops.kv import allocate_pool, page_bytes  # noqa: E402
 from pyserve.ops.program import AttentionShape, Program, Register, RopeTable, StepBatch  # noqa: E402
 from pyserve.ops.stream import CopyEvent, CopyFailed, CopyStream, Fence, PageMismatch, copy_pages  # noqa: E402
 from pyserve.ops.weights import PackedWeight, pack  # noqa: E402
@@ -21,6 +22,8 @@ __all__ = [
     "CopyEvent",
     "CopyFailed",
     "CopyStream",
+    "CpuDevice",
+    "Device",
     "Fence",
     "PackedWeight",
     "PageMismatch",
@@ -31,6 +34,7 @@ __all__ = [
     "allocate_pool",
     "copy_pages",
     "isa",
+    "open_device",
     "pack",
     "page_bytes",
 ]

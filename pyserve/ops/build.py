@@ -56,7 +56,7 @@ def built() -> Path:
         path = folder / f"pyserve_{fingerprint(csrc)}.so"
         if path.is_file():
             return path
-        with _locked(folder):
+        with locked(folder):
             if not path.is_file():
                 _compile(csrc, folder, path)
 
@@ -83,19 +83,21 @@ def build_folder(csrc: Path) -> Path:
 
 def fingerprint(csrc: Path) -> str:
     """Changes when any source, header, flag, the compiler's name or the torch version does."""
-    digest = hashlib.sha256(repr((torch.__version__, flags.COMPILE_FLAGS, flags.LINK_FLAGS, _compiler())).encode())
+    digest = hashlib.sha256(repr((torch.__version__, flags.COMPILE_FLAGS, flags.LINK_FLAGS, compiler())).encode())
     for path in [*flags.sources(csrc), *flags.headers(csrc)]:
         digest.update(path.name.encode() + b"\0")
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _compiler() -> str:
+def compiler() -> str:
+    """The host compiler: CXX, or the system's usual one."""
     return os.environ.get("CXX", "c++" if sys.platform == "darwin" else "g++")
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
+    """Makes the folder; one process at a time is inside. Raises BuildError when it cannot be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "build.lock").open("w")
@@ -109,9 +111,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _compile(csrc: Path, folder: Path, path: Path) -> None:
-    if shutil.which(_compiler()) is None:
+    if shutil.which(compiler()) is None:
         raise BuildError(
-            f"no C++ compiler: {_compiler()} is not on PATH; install it (Debian: apt-get install g++) or set CXX"
+            f"no C++ compiler: {compiler()} is not on PATH; install it (Debian: apt-get install g++) or set CXX"
         )
     from torch.utils import cpp_extension  # here, since it takes longer to import than a cached build takes to load
 

@@ -4,6 +4,7 @@ imports nothing but the standard library.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 # No -ffast-math and no contraction: a product and a sum are fused only where a kernel says so, so a row's bits do not
@@ -21,6 +22,9 @@ COMPILE_FLAGS = [
     "-Wno-psabi",
     "-Wno-maybe-uninitialized",  # g++ 12 warns about its own intrinsics headers
 ]
+# Warnings are errors. fmad is on: kernels say themselves where a product and a sum must not be fused.
+NVCC_FLAGS = ["-std=c++17", "-O3", "-Werror", "all-warnings", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+CUDA_ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")  # and PTX of the last, for what comes after
 LINK_FLAGS = ["-pthread", "-Wl,--strip-debug"]  # Python's own flags ask for debug information: 12 MB of it
 
 
@@ -30,6 +34,29 @@ def sources(csrc: Path) -> list[Path]:
     if not found[0].is_file():
         raise FileNotFoundError(f"no kernel sources in {csrc}")
     return found
+
+
+def cuda_kernels(csrc: Path) -> list[Path]:
+    """What nvcc compiles."""
+    return sorted((csrc / "cuda").glob("*.cu"))
+
+
+def architecture_flags(architectures: Sequence[str]) -> list[str]:
+    """nvcc's flags for compute capabilities like 9.0: machine code for each, and PTX of the last."""
+    numbers = [each.replace(".", "") for each in architectures]
+    codes = [f"arch=compute_{each},code=sm_{each}" for each in numbers]
+    codes.append(f"arch=compute_{numbers[-1]},code=compute_{numbers[-1]}")
+    return [part for code in codes for part in ("-gencode", code)]
+
+
+def cuda_hosts(csrc: Path) -> list[Path]:
+    """What the host compiler compiles for the CUDA backend, beside the kernels. It needs no CUDA header."""
+    return [*sorted((csrc / "cuda").glob("*.cpp")), csrc / "cpu" / "page_copy.cpp"]
+
+
+def cuda_headers(csrc: Path) -> list[Path]:
+    """Every header that the CUDA backend may include."""
+    return [*headers(csrc), *sorted((csrc / "cuda").glob("*.h")), *sorted((csrc / "cuda").glob("*.cuh"))]
 
 
 def headers(csrc: Path) -> list[Path]:

@@ -67,13 +67,11 @@ class Program:
     are kept, not copied. Results depend neither on `num_threads` nor on what else is in a batch, bit for bit.
     """
 
-    picks_greedily = False  # whether there is `run_greedy`, which reads no logits back
-
     def __init__(self, *, max_tokens: int, max_samples: int, num_threads: int) -> None:
         self.num_threads = num_threads
-        self._start(torch.classes.pyserve.Program(max_tokens, max_samples, num_threads), max_tokens, max_samples)
+        self._use(torch.classes.pyserve.Program(max_tokens, max_samples, num_threads), max_tokens, max_samples)
 
-    def _start(self, handle: Any, max_tokens: int, max_samples: int) -> None:
+    def _use(self, handle: Any, max_tokens: int, max_samples: int) -> None:
         self.max_tokens = max_tokens
         self.max_samples = max_samples
         self._handle: Any = handle

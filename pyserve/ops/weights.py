@@ -72,12 +72,18 @@ def pack(type_name: str, raw: torch.Tensor | np.ndarray, rows: int, cols: int) -
     A float tensor's dtype must be the one that `type_name` names. Raises ValueError when the size of `raw` is not that
     of `rows` x `cols` values of the type.
     """
+    flat = file_values(type_name, raw, rows, cols)
+    data = torch.ops.pyserve.pack(TYPE_NAMES.index(type_name), flat, rows, cols)
+    return PackedWeight(type_name, rows, cols, data)
+
+
+def file_values(type_name: str, raw: torch.Tensor | np.ndarray, rows: int, cols: int) -> torch.Tensor:
+    """`raw` as `pack` takes it, checked: uint8 [bytes]."""
     expected = file_bytes(type_name, rows, cols)
     flat = _as_bytes(type_name, _from_numpy(raw) if isinstance(raw, np.ndarray) else raw)
     if flat.numel() != expected:
         raise ValueError(f"a {type_name} matrix of {rows} x {cols} has {expected} bytes, not {flat.numel()}")
-    data = torch.ops.pyserve.pack(TYPE_NAMES.index(type_name), flat, rows, cols)
-    return PackedWeight(type_name, rows, cols, data)
+    return flat
 
 
 def _from_numpy(raw: np.ndarray) -> torch.Tensor:

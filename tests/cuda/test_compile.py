@@ -13,7 +13,7 @@ from tests.cuda.build import ARCHITECTURES, CSRC, Cubin, build_cubin, nvcc, pars
 from tests.cuda.sass import count, disassembler, instructions
 
 SOURCES = sorted(path.name for path in CSRC.glob("*.cu"))
-HOST_ONLY = {"calibrate.cu", "event.cu", "pinned.cu"}
+HOST_ONLY = {"calibrate.cu", "event.cu", "memory.cu", "pinned.cu"}
 needs_nvcc = pytest.mark.skipif(nvcc() is None, reason="nvcc is not installed")
 needs_nvdisasm = pytest.mark.skipif(
     nvcc() is None or disassembler() is None, reason="nvcc or nvdisasm (pip install nvidia-cuda-nvdisasm) is missing"
@@ -87,7 +87,7 @@ FORBIDDEN = {
     r"<<<": set(),
     r"(?<!extern )__shared__": {"portable.cuh"},
     r"\basm\b": {"ptx.cuh"},
-    r"#include\s*[<\"](torch|ATen|c10)/": set(),
+    r"#include\s*[<\"](torch|ATen|c10)/": {"binding.cpp"},
     r"cooperative_groups|<mma\.h>|wgmma|cp\.async\.bulk|mbarrier": set(),
 }
 

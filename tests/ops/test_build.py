@@ -66,7 +66,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         pytest.raises(
             build.BuildError, match=f"cannot write to the build folder {in_the_way}/torch.*PYSERVE_BUILD_DIR"
         ),
-        build._locked(in_the_way / "torch"),
+        build.locked(in_the_way / "torch"),
     ):
         pass
 

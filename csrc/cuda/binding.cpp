@@ -1,0 +1,302 @@
+// torch.ops.pyserve_cuda.* and torch.classes.pyserve_cuda.*: the CUDA backend for Python. The only file of csrc/cuda that includes torch, and no CUDA header.
+//
+// The same binding serves nvcc's build and the emulated one of tests/cuda; there, memory of the device is the host's and the pool is a CPU tensor. torch gives
+// the GIL back around each of these calls.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <torch/library.h>
+
+#include "copies.h"
+#include "program.h"
+
+namespace pyserve::cuda {
+namespace {
+
+using at::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+using Shape = std::vector<int64_t>;
+
+void check_tensor(const Tensor& tensor, const char* name, at::ScalarType type, int64_t num_dims) {
+  check(tensor.defined() && tensor.device().is_cpu(), name, " must be on the CPU");
+  check(tensor.scalar_type() == type, name, " must be ", c10::toString(type), ", not ", c10::toString(tensor.scalar_type()));
+  check(tensor.dim() == num_dims, name, " must have ", num_dims, " dimensions, not ", tensor.dim());
+  check(tensor.is_contiguous(), name, " must be contiguous");
+}
+
+const float* floats(const Tensor& tensor, const char* name, int64_t num_dims) {
+  check_tensor(tensor, name, at::kFloat, num_dims);
+  return tensor.data_ptr<float>();
+}
+
+const int32_t* ints(const Tensor& tensor, const char* name, int64_t num_dims) {
+  check_tensor(tensor, name, at::kInt, num_dims);
+  return tensor.data_ptr<int32_t>();
+}
+
+WeightType weight_type(int64_t type) {
+  check(type >= 0 && type <= static_cast<int64_t>(WeightType::q6_k), "type: there is no weight type ", type);
+  return static_cast<WeightType>(type);
+}
+
+void check_on_device(const Tensor& tensor, const char* name) {
+  const bool is_there = tensor.defined() && (pyserve_cuda_is_emulated() ? tensor.device().is_cpu() : tensor.device().is_cuda());
+  check(is_there, name, " must be on the CUDA device");
+  check(tensor.is_contiguous(), name, " must be contiguous");
+}
+
+Pool pool_of(const Tensor& kv) {
+  check_on_device(kv, "kv");
+  check(kv.dim() == 6 && kv.size(2) == 2, "kv must be [pages, layers, 2, kv_heads, page_size, head_dim]");
+  const at::ScalarType type = kv.scalar_type();
+  check(type == at::kHalf || type == at::kBFloat16, "kv must be float16 or bfloat16 on a CUDA device, not ", c10::toString(type));
+  const DType as = type == at::kHalf ? DType::f16 : DType::bf16;
+  return Pool{static_cast<uint8_t*>(kv.data_ptr()), as, kv.size(0), kv.size(1), kv.size(3), kv.size(4), kv.size(5)};
+}
+
+// torch turns what a method throws into RuntimeError, unless it is one of its own errors; ops need no such help.
+template <auto function>
+struct Method;
+template <class Result, class... Args, Result (*function)(Args...)>
+struct Method<function> {
+  static Result call(Args... args) {
+    try {
+      return function(std::forward<Args>(args)...);
+    } catch (const std::invalid_argument& error) {
+      throw c10::ValueError({__func__, __FILE__, __LINE__}, error.what());
+    }
+  }
+};
+
+// --- the device, and memory
+
+struct DeviceHolder : torch::CustomClassHolder {
+  std::shared_ptr<DeviceContext> context;
+  explicit DeviceHolder(int64_t index) : context(std::make_shared<DeviceContext>(index)) {}
+};
+using DevicePtr = c10::intrusive_ptr<DeviceHolder>;
+
+DevicePtr open_device(int64_t index) { return c10::make_intrusive<DeviceHolder>(index); }
+
+// A tensor in memory that the device allocated, float16 or bfloat16; not zeroed.
+Tensor allocate(const DevicePtr& self, const Shape& shape, bool is_bfloat16) {
+  const at::ScalarType type = is_bfloat16 ? at::kBFloat16 : at::kHalf;
+  int64_t num_bytes = static_cast<int64_t>(c10::elementSize(type));
+  for (const int64_t size : shape) num_bytes *= size;
+  self->context->use();
+  auto memory = std::make_shared<Memory>();
+  memory->need(num_bytes);
+  const at::Device device = pyserve_cuda_is_emulated() ? at::Device(at::kCPU) : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(self->context->index()));
+  void* data = memory->as<void>();
+  return at::from_blob(data, shape, [memory, context = self->context](void*) {}, at::TensorOptions().dtype(type).device(device), device);
+}
+
+// The same memory, pinned for as long as the result lives. Throws std::runtime_error when it cannot be pinned.
+Tensor pinned(const DevicePtr& self, const Tensor& memory) {
+  check_tensor(memory, "memory", at::kByte, 1);
+  self->context->use();
+  must(pyserve_cuda_pin(memory.data_ptr(), memory.numel()), "pinning host memory");
+  return at::from_blob(memory.data_ptr(), memory.sizes(), [memory](void* data) { pyserve_cuda_unpin(data); }, memory.options());
+}
+
+bool is_pinned(const Tensor& memory) { return pyserve_cuda_is_pinned(memory.data_ptr(), static_cast<int64_t>(memory.nbytes())) != 0; }
+
+// uint8: a weight's bytes, as a file has them, in the order that the device's products read. Floats stay as they are.
+Tensor pack(int64_t type, const Tensor& raw, int64_t rows, int64_t cols) {
+  check_tensor(raw, "raw", at::kByte, 1);
+  const int64_t size = packed_size(weight_type(type), rows, cols);
+  check(rows > 0 && cols > 0 && size > 0, "type: a weight of ", rows, " x ", cols, " of type ", type, " has no product on the device");
+  if (weight_type(type) <= WeightType::bf16) {
+    check(raw.numel() == size, "raw must have ", size, " bytes, not ", raw.numel());
+    return raw.clone();
+  }
+  const Tensor out = at::empty({size}, raw.options());
+  must(pyserve_cuda_pack(type, raw.data_ptr<uint8_t>(), rows, cols, out.data_ptr<uint8_t>()), "packing");
+  return out;
+}
+
+// --- programs
+
+struct ProgramHolder : torch::CustomClassHolder {
+  Program program;
+  std::vector<Tensor> kept;  // until everything is on the device: what is uploaded once is known by its address
+
+  ProgramHolder(const DevicePtr& device, int64_t max_tokens, int64_t max_samples) : program(device->context, max_tokens, max_samples) {}
+
+  PackedWeight weight(const Tensor& data, int64_t type, int64_t rows, int64_t cols) {
+    check_tensor(data, "packed", at::kByte, 1);
+    const int64_t wanted = packed_size(weight_type(type), rows, cols);
+    check(rows > 0 && cols > 0 && wanted > 0, "weights: type ", type, " has no product on the device");
+    check(data.numel() >= wanted, "packed must have ", wanted, " bytes, not ", data.numel());
+    kept.push_back(data);
+    return PackedWeight{weight_type(type), rows, cols, data.data_ptr<uint8_t>()};
+  }
+  const float* values(const MaybeTensor& tensor, const char* name, int64_t len) {
+    if (!tensor.has_value()) return nullptr;
+    kept.push_back(*tensor);
+    const float* data = floats(*tensor, name, 1);
+    check(tensor->size(0) == len, name, " must have ", len, " values, not ", tensor->size(0));
+    return data;
+  }
+};
+using ProgramPtr = c10::intrusive_ptr<ProgramHolder>;
+
+AttentionShape attention_shape(const Shape& shape) { return {shape.at(0), shape.at(1), shape.at(2), shape.at(3)}; }
+
+int64_t add_buffer(const ProgramPtr& self, int64_t width) { return self->program.buffer(width); }
+
+void add_embed(const ProgramPtr& self, const Tensor& data, int64_t type, int64_t rows, int64_t cols, int64_t out, double scale) {
+  self->program.embed(self->weight(data, type, rows, cols), out, static_cast<float>(scale));
+}
+
+void add_rms_norm(const ProgramPtr& self, int64_t x, const Tensor& factors, double eps, int64_t out) {
+  const float* data = self->values(factors, "weight", factors.dim() == 1 ? factors.size(0) : -1);
+  self->program.rms_norm(x, data, factors.size(0), static_cast<float>(eps), out);
+}
+
+void add_linear(const ProgramPtr& self, int64_t x, const std::vector<Tensor>& data, const std::vector<Shape>& shapes, const c10::List<MaybeTensor>& biases,
+                int64_t out, bool accumulate) {
+  check(shapes.size() == data.size() && biases.size() == data.size(), "biases must be as many as weights: ", data.size(), ", not ", biases.size());
+  std::vector<PackedWeight> weights;
+  std::vector<const float*> added;
+  for (size_t i = 0; i < data.size(); ++i) {
+    weights.push_back(self->weight(data[i], shapes[i].at(0), shapes[i].at(1), shapes[i].at(2)));
+    added.push_back(self->values(biases.get(i), "bias", weights.back().rows));
+  }
+  self->program.linear(x, weights, added, out, accumulate);
+}
+
+void add_rope_kv_write(const ProgramPtr& self, int64_t qkv, const Shape& shape, const Tensor& cos, const Tensor& sin, bool is_interleaved,
+                       const MaybeTensor& q_norm, const MaybeTensor& k_norm, double norm_eps) {
+  const AttentionShape as = attention_shape(shape);
+  const float* cosines = floats(cos, "cos", 2);
+  const float* sines = floats(sin, "sin", 2);
+  check(sin.sizes() == cos.sizes(), "sin must have the shape of cos");
+  self->kept.insert(self->kept.end(), {cos, sin});
+  const HeadNorm norm{self->values(q_norm, "q_norm", as.head_dim), self->values(k_norm, "k_norm", as.head_dim), static_cast<float>(norm_eps)};
+  self->program.rope_kv_write(qkv, as, RopeTable{cosines, sines, cos.size(0), cos.size(1) * 2, is_interleaved}, norm);
+}
+
+void add_attention(const ProgramPtr& self, int64_t qkv, int64_t out, const Shape& shape, double scale, int64_t window, double softcap) {
+  self->program.attention(qkv, out, attention_shape(shape), static_cast<float>(scale), window, static_cast<float>(softcap));
+}
+
+void add_gated_activation(const ProgramPtr& self, int64_t gate_up, int64_t out, int64_t kind) {
+  check(kind == 0 || kind == 1, "kind: there is no activation ", kind);
+  self->program.gated_activation(gate_up, out, static_cast<Activation>(kind));
+}
+
+void add_take_rows(const ProgramPtr& self, int64_t x, int64_t out) { self->program.take_rows(x, out); }
+
+void set_logits(const ProgramPtr& self, int64_t x) {
+  self->program.set_logits(x);
+  self->kept.clear();
+}
+
+Batch batch_of(const Tensor& tokens, const Tensor& positions, const Tensor& sequences, const Tensor& page_table, const Tensor& sample_rows) {
+  const int64_t num_rows = tokens.dim() == 1 ? tokens.size(0) : -1;
+  const StepRows rows{num_rows, ints(positions, "positions", 1), ints(sequences, "sequences", 1), ints(page_table, "page_table", 2), page_table.size(1)};
+  const Batch batch{ints(tokens, "tokens", 1), rows, page_table.size(0), ints(sample_rows, "sample_rows", 1), sample_rows.size(0)};
+  check(positions.size(0) == num_rows, "positions must have ", num_rows, " values, as tokens has, not ", positions.size(0));
+  check(sequences.size(0) == num_rows, "sequences must have ", num_rows, " values, as tokens has, not ", sequences.size(0));
+  return batch;
+}
+
+// Logits [num_samples, vocab] in pinned host memory: a view that the next run overwrites.
+Tensor run_program(const ProgramPtr& self, const Tensor& tokens, const Tensor& positions, const Tensor& sequences, const Tensor& page_table,
+                   const Tensor& sample_rows, const Tensor& kv) {
+  const float* logits = self->program.run(batch_of(tokens, positions, sequences, page_table, sample_rows), pool_of(kv));
+  const Shape shape{sample_rows.size(0), self->program.logits_width()};
+  if (logits == nullptr) return at::empty(shape, at::kFloat);
+  return at::from_blob(const_cast<float*>(logits), shape, [self](void*) {}, at::kFloat);
+}
+
+// The most probable token of each sample, int32 [num_samples].
+Tensor run_greedy(const ProgramPtr& self, const Tensor& tokens, const Tensor& positions, const Tensor& sequences, const Tensor& page_table,
+                  const Tensor& sample_rows, const Tensor& kv) {
+  const int32_t* picked = self->program.run_greedy(batch_of(tokens, positions, sequences, page_table, sample_rows), pool_of(kv));
+  Tensor out = at::empty({sample_rows.size(0)}, at::kInt);
+  std::copy_n(picked, sample_rows.size(0), out.data_ptr<int32_t>());
+  return out;
+}
+
+// --- copies
+
+struct EventHolder : torch::CustomClassHolder {
+  std::shared_ptr<CopyEvent> event;
+  explicit EventHolder(std::shared_ptr<CopyEvent> event) : event(std::move(event)) {}
+};
+struct StreamHolder : torch::CustomClassHolder {
+  std::shared_ptr<CopyStream> stream;
+  explicit StreamHolder(const DevicePtr& device) : stream(std::make_shared<CopyStream>(device->context)) {}
+};
+using EventPtr = c10::intrusive_ptr<EventHolder>;
+using StreamPtr = c10::intrusive_ptr<StreamHolder>;
+
+EventPtr post_copy(const StreamPtr& self, const Tensor& pool, const Tensor& host, const Tensor& combs, bool to_host, const MaybeTensor& hashes) {
+  check_on_device(pool, "pool");
+  check(pool.dim() >= 1 && pool.size(0) > 0, "pool must be [pages, ...]");
+  check_tensor(host, "host", at::kByte, 1);
+  const int32_t* values = ints(combs, "combs", 2);
+  check(combs.size(1) == 5, "combs must be [n, 5]: start_page, run_pages, stride_pages, count, list_offset");
+  PageCopy copy{static_cast<uint8_t*>(pool.data_ptr()), pool.size(0), static_cast<int64_t>(pool.nbytes()) / pool.size(0), host.data_ptr<uint8_t>(),
+                host.numel(), {}, to_host};
+  for (int64_t i = 0; i < combs.size(0); ++i, values += 5) copy.combs.push_back(Comb{values[0], values[1], values[2], values[3], values[4]});
+  if (hashes.has_value()) {
+    check_tensor(*hashes, "hashes", at::kLong, 1);
+    check(hashes->size(0) >= copy.host_bytes / copy.page_bytes, "hashes must have one value for each of the ", copy.host_bytes / copy.page_bytes,
+          " pages of host, not ", hashes->size(0));
+    copy.hashes = hashes->data_ptr<int64_t>();
+  }
+  auto kept = std::make_shared<std::tuple<Tensor, Tensor, MaybeTensor>>(pool, host, hashes);
+  return c10::make_intrusive<EventHolder>(self->stream->post(copy, std::move(kept)));
+}
+
+void calibrate(const StreamPtr& self, const Tensor& pool) {
+  check_on_device(pool, "pool");
+  self->stream->calibrate(pool.data_ptr(), pool.size(0), static_cast<int64_t>(pool.nbytes()) / pool.size(0));
+}
+
+}  // namespace
+
+TORCH_LIBRARY(pyserve_cuda, m) {
+  m.def("num_devices() -> int", []() { return pyserve_cuda_num_devices(); });
+  m.def("is_emulated() -> bool", []() { return pyserve_cuda_is_emulated() != 0; });
+  m.def("pack(int type, Tensor raw, int rows, int cols) -> Tensor");
+  m.def("is_pinned(Tensor memory) -> bool");
+
+  m.class_<DeviceHolder>("Device")
+      .def(torch::init([](int64_t index) { return Method<&open_device>::call(index); }))
+      .def("allocate", &Method<&allocate>::call)
+      .def("pinned", &Method<&pinned>::call);
+  m.class_<ProgramHolder>("Program")
+      .def(torch::init<const DevicePtr&, int64_t, int64_t>())
+      .def("buffer", &Method<&add_buffer>::call)
+      .def("embed", &Method<&add_embed>::call)
+      .def("rms_norm", &Method<&add_rms_norm>::call)
+      .def("linear", &Method<&add_linear>::call)
+      .def("rope_kv_write", &Method<&add_rope_kv_write>::call)
+      .def("attention", &Method<&add_attention>::call)
+      .def("gated_activation", &Method<&add_gated_activation>::call)
+      .def("take_rows", &Method<&add_take_rows>::call)
+      .def("set_logits", &Method<&set_logits>::call)
+      .def("run", &Method<&run_program>::call)
+      .def("run_greedy", &Method<&run_greedy>::call);
+  m.class_<EventHolder>("CopyEvent")
+      .def("query", [](const EventPtr& self) { return self->event->query(); })
+      .def("wait", [](const EventPtr& self, std::optional<double> timeout_s) { return self->event->wait(timeout_s); })
+      .def("is_mismatch", [](const EventPtr& self) { return self->event->is_mismatch(); })
+      .def("copy_s", [](const EventPtr& self) { return self->event->copy_s(); });
+  m.class_<StreamHolder>("CopyStream")
+      .def(torch::init<const DevicePtr&>())
+      .def("copy_pages", &Method<&post_copy>::call)
+      .def("calibrate", &Method<&calibrate>::call)
+      .def("num_outstanding", [](const StreamPtr& self) { return self->stream->num_outstanding(); })
+      .def("close", [](const StreamPtr& self) { self->stream->close(); });
+}
+
+TORCH_LIBRARY_IMPL(pyserve_cuda, CPU, m) {
+  m.impl("pack", &pack);
+  m.impl("is_pinned", &is_pinned);
+}
+
+}  // namespace pyserve::cuda

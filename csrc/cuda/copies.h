@@ -1,0 +1,83 @@
+// Copies of pages between the pool and the host on a stream of their own, with events of the same meaning as csrc/cpu/stream.h's.
+//
+// Order: a copy comes after the copies posted before it and, on the device, after the step posted last. Lifetime (R20): a copy holds `keep_alive` until its end
+// has been noticed, by a query, a wait, the next post or `close`, and gives it up before its event turns done.
+//
+// Hashes (R23b): of pages that are marked, the device hashes what lies in the pool, before the copy out of it and after the copy into it, into pinned memory;
+// whoever notices the end keeps the hashes, or compares them. Failure is the event's own. Memory that is not pinned is copied all the same: the caller waits (R17).
+#pragma once
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../cpu/page_copy.h"
+#include "device.h"
+
+namespace pyserve::cuda {
+
+class CopyStream;
+
+class CopyEvent {
+ public:
+  bool query();                                           // never waits; throws std::runtime_error when the copy failed
+  bool wait(std::optional<double> timeout_s);             // false: the time is over
+  bool is_mismatch() const;
+  double copy_s() const;                                  // without the time behind other copies; 0 until it is done
+
+ private:
+  friend class CopyStream;
+  using Clock = std::chrono::steady_clock;
+  bool poll();    // with mutex_ held
+  void finish(int error);
+  void compare();
+  bool result() const;
+
+  mutable std::mutex mutex_;
+  std::shared_ptr<CopyStream> stream_;  // for its hash memory, until the end
+  Handle event_{pyserve_cuda_event_destroy};
+  std::shared_ptr<void> keep_alive_;
+  std::vector<int64_t> hashed_;         // places in `hashes_` of the pages that are hashed
+  std::unique_ptr<Memory> found_;       // uint64 [hashed_.size()], pinned
+  int64_t* hashes_ = nullptr;
+  bool to_host_ = false, is_done_ = false, is_mismatch_ = false;
+  std::optional<std::string> error_;
+  Clock::time_point posted_;
+  double copy_s_ = 0;
+};
+
+class CopyStream : public std::enable_shared_from_this<CopyStream> {
+ public:
+  explicit CopyStream(std::shared_ptr<DeviceContext> device);
+  ~CopyStream();
+
+  // Throws std::invalid_argument, with nothing posted, when the copy does not fit or the stream is closed; std::runtime_error when the device fails.
+  std::shared_ptr<CopyEvent> post(const PageCopy& copy, std::shared_ptr<void> keep_alive);
+  int64_t num_outstanding();
+  void close();  // waits for the copies posted; idempotent
+  // Measures the ways of copying with the pool, which stays as it is, and host memory of its own.
+  void calibrate(void* pool, int64_t num_pages, int64_t page_bytes);
+
+ private:
+  friend class CopyEvent;
+  void notice();
+  std::unique_ptr<Memory> take_found(int64_t count);
+  void give_found(std::unique_ptr<Memory> memory);
+  CopyEvent::Clock::time_point ended(CopyEvent::Clock::time_point now);  // notes an end; returns the one before
+
+  const std::shared_ptr<DeviceContext> device_;
+  Handle stream_{pyserve_cuda_stream_destroy};
+  CopyTuning tuning_ = kDefaultTuning;
+  std::mutex posting_, mutex_;
+  std::deque<std::shared_ptr<CopyEvent>> outstanding_;  // guarded by posting_
+  bool is_closed_ = false;
+  std::vector<std::unique_ptr<Memory>> idle_found_;  // guarded by mutex_
+  CopyEvent::Clock::time_point last_end_{};
+};
+
+}  // namespace pyserve::cuda

@@ -1,0 +1,155 @@
+"""The CUDA backend for Python: programs, copy streams and memory of one device (csrc/cuda/binding.cpp).
+
+Loading it needs its own extension, which is only there when a CUDA toolkit built it, or when the tests' emulator stands
+in for CUDA (`cuda-emulated`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from pyserve.ops import weights
+from pyserve.ops.program import Program, StepBatch
+from pyserve.ops.stream import CopyEvent, CopyStream, Fence, PageList, combs_of
+from pyserve.ops.weights import PackedWeight
+
+PACKED_TYPES = frozenset({"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"})  # others are expanded to F32 when packed
+POOL_TYPES = (torch.float16, torch.bfloat16)
+
+
+def pack(type_name: str, raw: torch.Tensor | np.ndarray, rows: int, cols: int) -> PackedWeight:
+    """As `ops.pack`, in the layout that the device's products read. A type that they do not have becomes F32: the same
+    values, in more memory.
+    """
+    flat = weights.file_values(type_name, raw, rows, cols)
+    if type_name in PACKED_TYPES:
+        data = torch.ops.pyserve_cuda.pack(weights.TYPE_NAMES.index(type_name), flat, rows, cols)
+        return PackedWeight(type_name, rows, cols, data)
+    packed = weights.pack(type_name, flat, rows, cols)
+    every_row = torch.arange(rows, dtype=torch.int32)
+    values = torch.ops.pyserve.embed(every_row, packed.data, packed.type_id, rows, cols)  # f32 [rows, cols]
+    return PackedWeight("F32", rows, cols, values.view(torch.uint8).reshape(-1))
+
+
+class CudaProgram(Program):
+    """A program whose instructions run on the device. `run` reads logits back; `run_greedy` only token ids."""
+
+    def __init__(self, device: Any, *, max_tokens: int, max_samples: int) -> None:
+        self._use(torch.classes.pyserve_cuda.Program(device, max_tokens, max_samples), max_tokens, max_samples)
+        self._run_greedy: Any = self._handle.run_greedy
+        self._thread = ThreadPoolExecutor(1, "pyserve-cuda-step")
+        self._started: Future[torch.Tensor] | None = None
+        self._done = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._done)
+
+    def run_greedy(self, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor:
+        """One step: the most probable token of each sample row, int32 [R], ties to the lower id."""
+        result: torch.Tensor = self._run_greedy(
+            batch.tokens, batch.positions, batch.sequences, batch.page_table, batch.sample_rows, kv
+        )
+        return result
+
+    def sample(self, logits: torch.Tensor, real: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """On the host, row by row."""
+        rows = zip(logits, real.tolist(), whole.tolist(), strict=True)
+        picked = [
+            torch.ops.pyserve.sample_row(row, temperature, top_k, top_p, min_p, seed, position)
+            for row, (temperature, top_p, min_p), (top_k, seed, position) in rows
+        ]
+        return torch.tensor(picked, dtype=torch.int32)
+
+    def start(
+        self, batch: StepBatch, kv: torch.Tensor, real: torch.Tensor, whole: torch.Tensor, bans: torch.Tensor
+    ) -> None:
+        if self._started is not None:
+            raise ValueError("the program is running: one step at a time")
+        self._started = self._thread.submit(self._step, batch, kv, real, whole, bans)
+
+    def fileno(self) -> int:
+        return self._done
+
+    def collect(self) -> torch.Tensor:
+        if self._started is None:
+            raise ValueError("no step was started")
+        started, self._started = self._started, None
+        return started.result()
+
+    def _step(
+        self, batch: StepBatch, kv: torch.Tensor, real: torch.Tensor, whole: torch.Tensor, bans: torch.Tensor
+    ) -> torch.Tensor:
+        """A whole step, by the thread that `start` gave it to. Greedy rows need no logits on the host."""
+        try:
+            if not len(bans) and bool((real[:, 0] <= 0).all()):
+                return self.run_greedy(batch, kv)
+            logits = self.run(batch, kv)
+            logits[bans[:, 0], bans[:, 1]] = float("-inf")
+            return self.sample(logits, real, whole)
+        finally:
+            os.eventfd_write(self._done, 1)
+
+
+class CudaCopyStream(CopyStream):
+    """Copies on a CUDA stream. Each comes after the step posted last, by an event that the device waits for."""
+
+    def __init__(self, device: Any) -> None:
+        self._handle = torch.classes.pyserve_cuda.CopyStream(device)
+        self._finalizer = weakref.finalize(self, self._handle.close)
+
+    def copy_pages(
+        self,
+        pool: torch.Tensor,
+        host: torch.Tensor,
+        pages: PageList,
+        to_host: bool,
+        *,
+        after: Fence | None = None,
+        hashes: torch.Tensor | None = None,
+    ) -> CopyEvent:
+        """As `CopyStream.copy_pages`. Out of the pool, hashes are there when the event is done."""
+        if after is not None:
+            raise ValueError("after: a CUDA stream orders copies behind the latest step by itself")
+        return CopyEvent(self._handle.copy_pages(pool, host, combs_of(pages), to_host, hashes))
+
+    def calibrate(self, pool: torch.Tensor) -> None:
+        """Measures how this machine copies best; tenths of a second. The pool stays as it is."""
+        self._handle.calibrate(pool)
+
+
+class CudaMemory:
+    """Memory of a device, and pinned memory of the host."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def allocate_pool(
+        self, num_pages: int, num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """As `ops.allocate_pool`, not zeroed: a cell is written before it is read."""
+        shape = [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]
+        if dtype not in POOL_TYPES:
+            raise ValueError(f"dtype must be float16 or bfloat16 on a CUDA device, not {dtype}")
+        try:
+            pool: torch.Tensor = self._device.allocate(shape, dtype == torch.bfloat16)
+        except RuntimeError as error:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            raise MemoryError(f"the pool of {num_bytes >> 20} MiB: {first_line(error)}") from None
+        return pool
+
+    def pinned(self, memory: torch.Tensor) -> torch.Tensor:
+        """The same memory, uint8 [n], pinned while the result lives. Slow: not on the event loop. Raises RuntimeError
+        when the system does not allow it.
+        """
+        result: torch.Tensor = self._device.pinned(memory)
+        return result
+
+
+def first_line(error: Exception) -> str:
+    """Of what an op raised: torch adds a trace of its own calls."""
+    return str(error).split("\n", 1)[0]

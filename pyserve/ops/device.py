@@ -1,0 +1,124 @@
+"""Where steps run: one object that makes everything that lies or works on a device.
+
+`cpu` needs nothing. `cuda` and `cuda:1` need a GPU and the CUDA extension; `auto` takes the first GPU when both are
+there. `cuda-emulated` runs the kernels of csrc/cuda on the CPU, for tests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from pyserve.errors import SettingsError
+from pyserve.ops import cuda, cuda_build, kv
+from pyserve.ops.build import BuildError
+from pyserve.ops.program import Program
+from pyserve.ops.stream import CopyStream
+from pyserve.ops.weights import PackedWeight, pack
+
+log = logging.getLogger("pyserve.device")
+
+Pack = Callable[[str, "torch.Tensor | np.ndarray", int, int], PackedWeight]
+
+
+class Device(Protocol):
+    """A place where steps run."""
+
+    name: str
+    pins_memory: bool  # copies beside the steps need pinned host memory
+    kv_types: tuple[torch.dtype, ...]
+    pack: Pack  # weights into the layout that the device's products read
+
+    def program(self, *, max_tokens: int, max_samples: int, num_threads: int) -> Program: ...
+
+    def allocate_pool(
+        self, num_pages: int, num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Raises MemoryError when it does not fit."""
+
+    def copy_stream(self) -> CopyStream: ...
+
+    def pinned(self, memory: torch.Tensor) -> torch.Tensor:
+        """The memory as copies beside the steps need it. Raises RuntimeError when it cannot be had."""
+
+
+class CpuDevice:
+    """The machine's own processors."""
+
+    name = "cpu"
+    pins_memory = False
+    kv_types: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
+    pack: Pack = staticmethod(pack)
+
+    def program(self, *, max_tokens: int, max_samples: int, num_threads: int) -> Program:
+        return Program(max_tokens=max_tokens, max_samples=max_samples, num_threads=num_threads)
+
+    def allocate_pool(
+        self, num_pages: int, num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return kv.allocate_pool(num_pages, num_layers, num_kv_heads, page_size, head_dim, dtype)
+
+    def copy_stream(self) -> CopyStream:
+        return CopyStream()
+
+    def pinned(self, memory: torch.Tensor) -> torch.Tensor:
+        return memory
+
+
+class CudaDevice:
+    """One GPU. Its extension is loaded."""
+
+    pins_memory = True
+    kv_types: tuple[torch.dtype, ...] = cuda.POOL_TYPES
+    pack: Pack = staticmethod(cuda.pack)
+
+    def __init__(self, name: str, index: int) -> None:
+        self.name = name
+        try:
+            self._handle: Any = torch.classes.pyserve_cuda.Device(index)
+        except (RuntimeError, ValueError) as error:
+            raise SettingsError(f"--device {name}: {cuda.first_line(error)}") from None
+        self._memory = cuda.CudaMemory(self._handle)
+
+    def program(self, *, max_tokens: int, max_samples: int, num_threads: int) -> Program:
+        return cuda.CudaProgram(self._handle, max_tokens=max_tokens, max_samples=max_samples)
+
+    def allocate_pool(
+        self, num_pages: int, num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return self._memory.allocate_pool(num_pages, num_layers, num_kv_heads, page_size, head_dim, dtype)
+
+    def copy_stream(self) -> CopyStream:
+        return cuda.CudaCopyStream(self._handle)
+
+    def pinned(self, memory: torch.Tensor) -> torch.Tensor:
+        return self._memory.pinned(memory)
+
+
+def open_device(name: str) -> Device:
+    """The device that `--device` names. Raises SettingsError, one line, when this machine does not have it."""
+    if name == "cpu":
+        return CpuDevice()
+    if name == "auto":
+        return _best_device()
+    is_emulated = name == cuda_build.EMULATED
+    try:
+        cuda_build.load(is_emulated=is_emulated)
+    except BuildError as error:
+        raise SettingsError(f"--device {name}: {error.message}") from None
+    return CudaDevice(name, int(name.partition(":")[2] or 0))
+
+
+def _best_device() -> Device:
+    """A GPU that cannot be used is no reason not to serve."""
+    if not torch.cuda.is_available():
+        return CpuDevice()
+    try:
+        return open_device("cuda")
+    except SettingsError as error:
+        log.warning("a GPU is there and not used: %s", error.message)
+        return CpuDevice()

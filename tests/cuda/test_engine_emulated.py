@@ -1,0 +1,196 @@
+"""The engine on the CUDA backend, every kernel run from its source by the emulator (R17, R18, R23b, R36-R38).
+
+A chat gives the same tokens and log-probabilities alone and in company, parked and restored, asynchronously and not:
+bit for bit on one device. Against the CPU's kernels logits are close, not equal: sums are made in another order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyserve import ops
+from pyserve.errors import SettingsError
+from pyserve.models.load import Model, load
+from pyserve.ops import Device, PageMismatch, StepBatch
+from pyserve.types import SamplingParams, SequenceRequest
+from tests.cuda.build import IN_ORDER, cuda_home
+from tests.cuda.extension import build_extension
+from tests.engine.workload import Outcome, assert_clean, request, run
+from tools.make_tiny_model import make_gguf
+
+SIZES = {"hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 64, "intermediate": 64}
+LIMITS = {"max_tokens": 64, "max_samples": 64, "max_positions": 256, "num_threads": 1}
+FULL_POOL = {"ctx_size": 128, "parallel": 4, "kv_type": "f16", "verify_parks": "all"}  # 8 pages for chats of 3 to 5
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0),
+    SamplingParams(temperature=0.0, num_logprobs=1),
+    SamplingParams(temperature=0.7, repeat_penalty=1.3),
+)
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    try:
+        cuda_home()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    opened = ops.open_device("cuda-emulated")
+    ctypes.CDLL(str(build_extension())).emulator_configure(IN_ORDER, ctypes.c_uint64(1), 1)  # the quickest
+    return opened
+
+
+def tiny(folder: Path, type_name: str) -> Path:
+    path: Path = make_gguf(folder / f"{type_name}.gguf", type=type_name, seed=5, **SIZES)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load(tiny(tmp_path_factory.mktemp("model"), "Q8_0"), device=device, **LIMITS)
+
+
+@pytest.fixture
+def emulator(device: Device) -> Iterator[ctypes.CDLL]:
+    """The emulator's knobs, at rest again afterwards."""
+    knobs = ctypes.CDLL(str(build_extension()))
+    yield knobs
+    knobs.emulator_fail_pins(ctypes.c_int64(-1))
+    knobs.emulator_slow_copies(0)
+
+
+# --- one step
+
+
+def ints(values: object) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+TABLE = ints([[3, 4, 7, 0], [9, 1, 2, 0], [11, 12, 13, 14]])
+STEPS = (
+    StepBatch(ints([*range(5, 45)]), ints([*range(20), *range(20)]), ints([0] * 20 + [1] * 20), TABLE, ints([19, 39])),
+    StepBatch(ints([50, 51]), ints([20, 20]), ints([0, 1]), TABLE, ints([0, 1])),
+    StepBatch(ints([7, 50, 51, 6, 8, 9]), ints([0, 21, 21, 1, 2, 3]), ints([2, 0, 1, 2, 2, 2]), TABLE, ints([1, 2, 5])),
+    StepBatch(ints([50, 7, 8, 51]), ints([22, 4, 5, 22]), ints([0, 2, 2, 1]), TABLE, ints([])),
+)
+
+
+# Activations of quantised products are int8: a sum that differs in its last bit can be rounded to the next step.
+@pytest.mark.parametrize(
+    ("type_name", "tolerance"),
+    [("F32", 4e-3), ("BF16", 4e-3), ("Q8_0", 0.15), ("Q4_0", 0.15), ("Q4_1", 0.15), ("Q5_0", 0.15)],
+)
+def test_logits_are_near_the_cpus(device: Device, tmp_path: Path, type_name: str, tolerance: float) -> None:
+    path = tiny(tmp_path, type_name)
+    here, there = load(path, **LIMITS), load(path, device=device, **LIMITS)
+    pools = [each.allocate_pool(16, 2, 1, 16, 64, torch.float16) for each in (here.device, there.device)]
+    for step in STEPS:
+        wanted, got = here.program.run(step, pools[0]), there.program.run(step, pools[1])
+        assert got.shape == wanted.shape
+        assert not got.numel() or (got - wanted).abs().max() < tolerance
+        assert there.program.run_greedy(step, pools[1]).tolist() == got.argmax(1).tolist()  # type: ignore[attr-defined]
+
+
+# --- four chats on a full pool
+
+
+def chats() -> list[SequenceRequest]:
+    return [request(seed, 14 + 7 * seed, 30, sampling=sampling) for seed, sampling in enumerate(SAMPLINGS)]
+
+
+def seen(outcome: Outcome) -> object:
+    assert outcome.error is None
+    assert outcome.finished is not None
+    return outcome.tokens, outcome.logprobs
+
+
+@pytest.fixture(scope="module")
+def alone(model: Model) -> list[object]:
+    """What each chat says when nobody else is there."""
+    roomy = {**FULL_POOL, "ctx_size": 256, "parallel": 1}
+    return [seen(run(model, [[chat]], **roomy).outcomes[0]) for chat in chats()]
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_four_chats_on_a_full_pool_say_what_they_say_alone(model: Model, alone: list[object], is_async: bool) -> None:
+    together = run(model, [[chat] for chat in chats()], preempt_async=is_async, **FULL_POOL)
+    assert [seen(outcome) for outcome in together.outcomes] == alone
+    assert together.preempts == together.resumes > 0
+    assert together.counters.parked_bytes > 0
+    assert (together.counters.hash_mismatches, together.counters.copies_failed) == (0, 0)
+    assert_clean(together)
+
+
+def test_where_memory_cannot_be_pinned_parking_goes_on_and_says_so_once(
+    model: Model, alone: list[object], emulator: ctypes.CDLL, caplog: pytest.LogCaptureFixture
+) -> None:
+    emulator.emulator_fail_pins(ctypes.c_int64(1))  # the batch's staging memory is there from before; the probe is good
+    with caplog.at_level(logging.WARNING, "pyserve.park"):
+        together = run(model, [[chat] for chat in chats()], **FULL_POOL)
+    assert [seen(outcome) for outcome in together.outcomes] == alone
+    assert together.preempts == together.resumes > 0
+    assert sum("steps wait for parks" in record.getMessage() for record in caplog.records) == 1
+    assert_clean(together)
+
+
+# --- copies, and what is refused
+
+
+def test_a_page_that_changed_while_it_was_parked_is_noticed(device: Device) -> None:
+    pool, stream = device.allocate_pool(8, 2, 1, 16, 64, torch.float16), device.copy_stream()
+    pool.copy_(torch.arange(pool.numel(), dtype=torch.float32).reshape(pool.shape) % 251)
+    page_bytes = ops.page_bytes(pool)
+    host = device.pinned(torch.zeros(4 * page_bytes, dtype=torch.uint8))
+    hashes = torch.tensor([1, 0, 1, 0])
+    pages = [5, 1, 2, 7]
+    assert stream.copy_pages(pool, host, pages, True, hashes=hashes).wait(10)
+    wanted = pool[pages].clone()
+    assert hashes[1] == hashes[3] == 0
+    pool.zero_()
+    assert stream.copy_pages(pool, host, [0, 3, 4, 6], False, hashes=hashes).wait(10)
+    assert torch.equal(pool[[0, 3, 4, 6]], wanted)
+    assert pool[[1, 2, 5, 7]].count_nonzero() == 0
+    host[2 * page_bytes + 9] ^= 4
+    event = stream.copy_pages(pool, host, [0, 3, 4, 6], False, hashes=hashes)
+    with pytest.raises(PageMismatch, match="page 2"):
+        event.wait(10)
+    stream.close()
+    with pytest.raises(ValueError, match="closed"):
+        stream.copy_pages(pool, host, pages, True)
+
+
+def test_a_copy_in_flight_is_not_done_and_one_that_does_not_fit_is_refused(
+    device: Device, emulator: ctypes.CDLL
+) -> None:
+    pool, stream = device.allocate_pool(4, 1, 1, 16, 64, torch.float16), device.copy_stream()
+    host = device.pinned(torch.zeros(4 * ops.page_bytes(pool), dtype=torch.uint8))
+    emulator.emulator_slow_copies(200_000)
+    event = stream.copy_pages(pool, host, [2, 0], True)
+    assert not event.query()
+    assert stream.num_outstanding() == 1
+    assert event.wait(10)
+    assert event.copy_s > 0.1
+    with pytest.raises(ValueError, match="not all in the pool"):
+        stream.copy_pages(pool, host, [4], True)
+    assert stream.num_outstanding() == 0
+    stream.close()
+
+
+def test_what_the_device_does_not_have_is_said_in_one_line(device: Device, model: Model) -> None:
+    with pytest.raises(SettingsError, match="--kv-type f32 is not possible on cuda-emulated"):
+        run(model, [], **{**FULL_POOL, "kv_type": "f32"})
+    with pytest.raises(ValueError, match="head_dim must be 64, 80, 96, 128 or 256"):
+        shape = ops.AttentionShape(0, 2, 1, 16)
+        program = device.program(max_tokens=4, max_samples=4, num_threads=1)
+        table = torch.zeros(8, 8)
+        qkv = program.buffer(shape.qkv_width)
+        program.embed(device.pack("F32", torch.zeros(4, shape.qkv_width), 4, shape.qkv_width), qkv)
+        program.rope_kv_write(qkv, shape, ops.RopeTable(table, table, is_interleaved=False))
+    with pytest.raises(SettingsError, match="--device cuda:0: this process has the other kind"):
+        ops.open_device("cuda:0")
