@@ -61,6 +61,11 @@ class Ledger:
         return self._view.pool.num_cached
 
     @property
+    def cache_map(self) -> bytes:
+        """One byte per page, not 0 where the prompt cache knows the page, held or not."""
+        return bytes(self._view.pool.is_cached)
+
+    @property
     def transfer_pages(self) -> int:
         """Pages whose only use is a copy in flight, out of them or into them."""
         return self._view.pool.num_leaving + sum(self._filling.values())

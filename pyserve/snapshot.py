@@ -35,6 +35,8 @@ def take_snapshot(
         preempt_disk_bytes=parking.disk_bytes,
         last_step_at_s=last_step_at_s,
         is_stuck=is_stuck,
+        cache_map=ledger.cache_map,
+        parked_slots=tuple(each.slot for each in ledger.parked() if each.slot is not None),
     )
 
 

@@ -180,6 +180,8 @@ class Snapshot:
     preempt_disk_bytes: int = 0
     last_step_at_s: float = 0.0  # time.monotonic()
     is_stuck: bool = False
+    cache_map: bytes = b""  # one per page: not 0 where the prompt cache knows the page, held by a sequence or not
+    parked_slots: tuple[int, ...] = ()  # in the order in which their sequences come back
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,14 @@ import re
 from pathlib import Path
 
 from pyserve.http.routes import NOT_BUILT, make_routes
+from pyserve.http.web import FILES
 from pyserve.settings import settings_table
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 ENDPOINT_ROW = re.compile(r"^\| `(GET|POST) (/\S*)` \|", re.MULTILINE)
 # The same answers under names that some clients use; the table has one name of each.
 ALIASES = {"/chat/completions", "/chat/completions/input_tokens", "/completions", "/models", "/v1/health"}
+ALIASES |= set(FILES) - {"/"}
 REFUSED = {("POST", "/props")} | {("POST", path) for path in NOT_BUILT}
 
 

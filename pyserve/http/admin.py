@@ -185,7 +185,7 @@ def _props(state: ServerState) -> dict[str, Any]:
         "endpoint_slots": True,
         "endpoint_props": False,
         "endpoint_metrics": True,
-        "ui": False,
+        "ui": True,
         "chat_template": served.chat_template.source,
         "chat_template_caps": _template_caps(),
         "bos_token": "" if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id),

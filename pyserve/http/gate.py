@@ -11,11 +11,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pyserve.errors import AuthenticationFailed, Unavailable
+from pyserve.http import web
 from pyserve.http.errors import error_response
 from pyserve.http.state import ServerState
 
 HEALTH_PATHS = frozenset({"/health", "/v1/health"})
-PUBLIC_PATHS = HEALTH_PATHS | {"/models", "/v1/models"}
+LOADING_PATHS = HEALTH_PATHS | frozenset(web.FILES)  # answered also while the model loads
+PUBLIC_PATHS = LOADING_PATHS | {"/models", "/v1/models"}
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 Header = tuple[bytes, bytes]
 
@@ -57,7 +59,7 @@ class Gate:
         if self._keys and path not in PUBLIC_PATHS and not self._is_known(_sent_key(headers)):
             return error_response(AuthenticationFailed("Invalid API Key"))
         state = self._state
-        if state.model is None and path not in HEALTH_PATHS:
+        if state.model is None and path not in LOADING_PATHS:
             return error_response(Unavailable(state.load_failure or "Loading model", retry_after_s=2))
         return None
 

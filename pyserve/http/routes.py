@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.routing import Route
 
-from pyserve.http import admin, native, openai, text_endpoints
+from pyserve.http import admin, native, openai, pool, text_endpoints, web
 from pyserve.http.errors import Handler, guarded
 
 NOT_BUILT = (
@@ -31,9 +31,11 @@ def make_routes() -> list[Route]:
         *_post("/tokenize", handler=text_endpoints.tokenize),
         *_post("/detokenize", handler=text_endpoints.detokenize),
         *_post("/apply-template", handler=text_endpoints.apply_template),
+        *(route for path, file in web.FILES.items() for route in _get(path, handler=web.asset(*file))),
         *_get("/health", "/v1/health", handler=admin.health),
         *_get("/metrics", handler=admin.show_metrics),
         *_get("/slots", handler=admin.slots),
+        *_get("/pool", handler=pool.pool),
         *_get("/props", handler=admin.props),
         *_post("/props", handler=admin.props),
         *_get("/v1/models", "/models", handler=admin.models),
