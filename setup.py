@@ -20,13 +20,14 @@ setup(
     # first import.
     packages=[
         *find_packages(include=["pyserve", "pyserve.*"]),
+        "pyserve.web",
         "pyserve.csrc",
         "pyserve.csrc.cpu",
         "pyserve.csrc.cuda",
     ],
     package_dir={"pyserve.csrc": "csrc", "pyserve.csrc.cpu": "csrc/cpu", "pyserve.csrc.cuda": "csrc/cuda"},
     package_data={
-        "pyserve": ["web/*", "web/**/*"],
+        "pyserve.web": ["*"],
         "pyserve.csrc": ["*.h", "*.cpp"],
         "pyserve.csrc.cpu": ["*.h", "*.cpp"],
         "pyserve.csrc.cuda": ["*.h", "*.cpp", "*.cu", "*.cuh"],  # built when a CUDA device is first asked for

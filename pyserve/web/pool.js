@@ -57,7 +57,7 @@ export class PoolView {
     const colours = { [FREE]: style.getPropertyValue("--free"), [CACHED]: style.getPropertyValue("--cached") };
     const moving = new Set(pool.slots.filter((slot) => isMoving(slot)).map((slot) => slot.id));
     const holders = holdersOf(pool);
-    const size = cell - (cell > 6 ? 2 : 1);
+    const size = cell - (cell > 6 ? 2 : cell > SMALLEST_CELL ? 1 : 0);
     for (let index = 0; index < numCells; index++) {
       const holder = mostCommon(holders, index * pagesPerCell, pagesPerCell);
       const x = (index % columns) * cell;
