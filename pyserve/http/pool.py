@@ -1,6 +1,6 @@
 """GET /pool: who holds which page, for the page's live picture. Read from the snapshot, like `/slots` (R34a).
 
-Pages are told as runs, `[first page, number of pages]`: a chat's pages mostly lie side by side, and a pool may have
+Pages are told as runs, `[first page, number of pages]`, in the pool's order: a chat's pages mostly lie side by side, and a pool may have
 hundreds of thousands.
 """
 
@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pyserve.http import shapes
 from pyserve.http.state import ServerState
-from pyserve.page_runs import runs
 from pyserve.types import Counters, SlotSnapshot, Snapshot
 
 CACHED_RUN = re.compile(rb"[^\0]+")
@@ -54,12 +54,11 @@ def pool_object(snapshot: Snapshot, counters: Counters) -> dict[str, Any]:
 
 
 def _slot(slot: SlotSnapshot) -> dict[str, Any]:
-    found = runs(slot.pages)
     return {
         "id": slot.id,
         "state": slot.state,
         "is_preempted": slot.is_preempted,
-        "pages": [[run.start if run.step > 0 else run.start - run.count + 1, run.count] for run in found],
+        "pages": _runs(slot.pages),
         "cells": slot.cells,
         "tier": slot.tier,
         "parked_bytes": slot.parked_bytes,
@@ -69,6 +68,17 @@ def _slot(slot: SlotSnapshot) -> dict[str, Any]:
         "prompt_tokens": slot.prompt_tokens,
         "generated_tokens": slot.generated_tokens,
     }
+
+
+def _runs(pages: tuple[int, ...]) -> list[list[int]]:
+    """The runs of these pages, upwards; in numpy, because this is done on the event loop."""
+    if not pages:
+        return []
+    ids = np.sort(np.array(pages, np.int64))
+    starts = np.flatnonzero(np.diff(ids, prepend=-2) != 1)
+    counts = np.diff(starts, append=len(ids))
+    found: list[list[int]] = np.stack((ids[starts], counts), axis=1).tolist()
+    return found
 
 
 def _cached_runs(cache_map: bytes, held_runs: Iterable[list[int]]) -> list[list[int]]:

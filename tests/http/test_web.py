@@ -120,7 +120,7 @@ def test_pool_says_who_holds_which_page() -> None:
     shown = pool(full_snapshot())
     first, second, third, last = shown["slots"]
     assert first["pages"] == [[0, 3], [9, 1]] and first["request"] == "chat-a" and first["cells"] == 50
-    assert third["pages"] == [[0, 1], [6, 2]], "a downward run is told by its lowest page"
+    assert third["pages"] == [[0, 1], [6, 2]], "a downward run is told by its lowest page as well"
     assert last["state"] == "idle" and last["pages"] == [] and last["request"] is None
     assert shown["cached_runs"] == [[3, 2], [8, 1]], "a page that a slot holds is not the cache's alone"
     assert (shown["num_pages"], shown["page_size"]) == (12, 16)
