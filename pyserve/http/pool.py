@@ -1,7 +1,7 @@
 """GET /pool: who holds which page, for the page's live picture. Read from the snapshot, like `/slots` (R34a).
 
-Pages are told as runs, `[first page, number of pages]`, in the pool's order: a chat's pages mostly lie side by side, and a pool may have
-hundreds of thousands.
+Pages are told as runs, `[first page, number of pages]`, in the pool's order: a chat's pages mostly lie side by side,
+and a pool may have hundreds of thousands.
 """
 
 from __future__ import annotations
