@@ -103,8 +103,22 @@ void CopyEvent::finish(int error) {
 }
 
 void CopyEvent::compare() {
+  if (hashed_.empty()) return;
+  const uint64_t* hashes = found_->as<uint64_t>();
+  std::vector<uint64_t> read;
+  if (found_->place() == Place::device) {
+    read.resize(hashed_.size());
+    void* stream = stream_->stream_.value;
+    int error = pyserve_cuda_copy(read.data(), hashes, static_cast<int64_t>(read.size()) * 8, 1, stream);
+    if (error == 0) error = pyserve_cuda_stream_synchronize(stream);
+    if (error != 0) {
+      error_ = std::string("reading hashes back failed: ") + pyserve_cuda_error_text(error);
+      return;
+    }
+    hashes = read.data();
+  }
   for (size_t i = 0; i < hashed_.size(); ++i) {
-    const uint64_t hash = found_->as<uint64_t>()[i];
+    const uint64_t hash = hashes[i];
     const auto found = static_cast<int64_t>(hash == 0 ? 1 : hash);  // 0 stands for "no hash"
     int64_t& known = hashes_[hashed_[i]];
     if (!to_host_ && known != found && !error_) {
@@ -190,7 +204,7 @@ void CopyStream::calibrate(void* pool, int64_t num_pages, int64_t page_bytes) {
   constexpr int64_t kHostBytes = 16 << 20;
   std::lock_guard<std::mutex> lock(posting_);
   device_->use();
-  Memory host(true);
+  Memory host(Place::pinned);
   host.need(kHostBytes);
   PoolCopy memory{};
   memory.pool = pool;
@@ -211,8 +225,15 @@ std::unique_ptr<Memory> CopyStream::take_found(int64_t count) {
       idle_found_.pop_back();
     }
   }
-  if (!memory) memory = std::make_unique<Memory>(true);
-  memory->need(std::max<int64_t>(count * 8, 4096));
+  const int64_t num_bytes = std::max<int64_t>(count * 8, 4096);
+  if (memory && memory->num_bytes() >= num_bytes) return memory;
+  memory = std::make_unique<Memory>(Place::pinned);
+  try {
+    memory->need(num_bytes);
+  } catch (const std::runtime_error&) {  // the device keeps them until they are read (R17)
+    memory = std::make_unique<Memory>();
+    memory->need(num_bytes);
+  }
   return memory;
 }
 

@@ -3,7 +3,7 @@
 // Order: a copy comes after the copies posted before it and, on the device, after the step posted last. Lifetime (R20): a copy holds `keep_alive` until its end
 // has been noticed, by a query, a wait, the next post or `close`, and gives it up before its event turns done.
 //
-// Hashes (R23b): of pages that are marked, the device hashes what lies in the pool, before the copy out of it and after the copy into it, into pinned memory;
+// Hashes (R23b): of pages that are marked, the device hashes what lies in the pool, before the copy out of it and after the copy into it;
 // whoever notices the end keeps the hashes, or compares them. Failure is the event's own. Memory that is not pinned is copied all the same: the caller waits (R17).
 #pragma once
 #include <chrono>
@@ -43,7 +43,7 @@ class CopyEvent {
   Handle event_{pyserve_cuda_event_destroy};
   std::shared_ptr<void> keep_alive_;
   std::vector<int64_t> hashed_;         // places in `hashes_` of the pages that are hashed
-  std::unique_ptr<Memory> found_;       // uint64 [hashed_.size()], pinned
+  std::unique_ptr<Memory> found_;       // uint64 [hashed_.size()]: pinned, or the device's where nothing can be pinned
   int64_t* hashes_ = nullptr;
   bool to_host_ = false, is_done_ = false, is_mismatch_ = false;
   std::optional<std::string> error_;

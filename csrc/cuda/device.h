@@ -4,6 +4,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -33,9 +34,15 @@ class Handle {  // of a stream or an event
   const Destroy destroy_;
 };
 
-class Memory {  // of the device, or pinned
+enum class Place {
+  device,
+  pinned,
+  host,  // pinned where the system allows it, else plain: copies then make their caller wait
+};
+
+class Memory {
  public:
-  explicit Memory(bool is_pinned = false) : is_pinned_(is_pinned) {}
+  explicit Memory(Place place = Place::device) : place_(place) {}
   ~Memory() { release(); }
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
@@ -45,9 +52,13 @@ class Memory {  // of the device, or pinned
     if (num_bytes <= num_bytes_) return;
     const int64_t wanted = num_bytes_ == 0 ? num_bytes : std::max(num_bytes, num_bytes_ + num_bytes_ / 2);
     release();
-    const int error = is_pinned_ ? pyserve_cuda_allocate_pinned(&data_, wanted) : pyserve_cuda_allocate(&data_, wanted);
+    const bool is_device = place_ == Place::device;
+    const int error = is_device ? pyserve_cuda_allocate(&data_, wanted) : pyserve_cuda_allocate_pinned(&data_, wanted);
     if (error != 0) data_ = nullptr;
-    must(error, (std::string("allocating ") + std::to_string(wanted) + (is_pinned_ ? " bytes of pinned memory" : " bytes on the device")).c_str());
+    if (error != 0 && place_ == Place::host) plain_ = data_ = std::malloc(static_cast<size_t>(wanted));
+    if (data_ == nullptr) {
+      must(error, (std::string("allocating ") + std::to_string(wanted) + (is_device ? " bytes on the device" : " bytes of pinned memory")).c_str());
+    }
     num_bytes_ = wanted;
   }
   template <class T>
@@ -55,15 +66,21 @@ class Memory {  // of the device, or pinned
     return static_cast<T*>(data_);
   }
   int64_t num_bytes() const { return num_bytes_; }
+  Place place() const { return place_; }
 
  private:
   void release() {
-    if (data_ != nullptr) is_pinned_ ? pyserve_cuda_free_pinned(data_) : pyserve_cuda_free(data_);
-    data_ = nullptr;
+    if (plain_ != nullptr) {
+      std::free(plain_);
+    } else if (data_ != nullptr) {
+      place_ == Place::device ? pyserve_cuda_free(data_) : pyserve_cuda_free_pinned(data_);
+    }
+    data_ = plain_ = nullptr;
     num_bytes_ = 0;
   }
-  const bool is_pinned_;
+  const Place place_;
   void* data_ = nullptr;
+  void* plain_ = nullptr;  // the same, where it could not be pinned
   int64_t num_bytes_ = 0;
 };
 

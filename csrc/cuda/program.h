@@ -104,7 +104,7 @@ class Program {
   std::optional<AttentionShape> shape_;
   std::vector<int64_t> windows_;
   Memory inputs_, decode_scratch_, prefill_scratch_, tokens_;
-  Memory staging_{true}, logits_on_host_{true}, tokens_on_host_{true};
+  Memory staging_{Place::host}, logits_on_host_{Place::host}, tokens_on_host_{Place::host};
   std::mutex running_;
 };
 

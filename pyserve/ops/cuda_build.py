@@ -113,10 +113,9 @@ def _build(csrc: Path, folder: Path, path: Path, nvcc: str) -> None:
     with ThreadPoolExecutor(max(1, min(4, len(os.sched_getaffinity(0))))) as pool:
         objects = list(pool.map(lambda command: _object(folder, command, headers), commands))
     libraries = [f"-L{each}" for each in cpp_extension.library_paths()] + ["-lc10", "-ltorch_cpu", "-ltorch"]
-    toolkit = Path(nvcc).resolve().parents[1]
-    runtime = [f"-L{toolkit / 'lib64'}", f"-L{toolkit / 'lib'}", "-lcudart_static", "-ldl", "-lrt"]
-    unfinished = path.with_suffix(".tmp")
-    _run([compiler(), "-shared", *flags.LINK_FLAGS, *map(str, objects), *libraries, *runtime, "-o", str(unfinished)])
+    unfinished = path.with_suffix(".tmp.so")  # nvcc looks at the name
+    link = [nvcc, "-shared", "-cudart", "static", "-ccbin", compiler()]  # it knows where its runtime is
+    _run([*link, *map(str, objects), *libraries, "-Xcompiler", "-pthread", "-o", str(unfinished)])
     unfinished.replace(path)
     print(f"building CUDA extension: done in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
@@ -136,3 +135,7 @@ def _run(command: Sequence[str]) -> None:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode:
         raise BuildError(f"building the CUDA extension failed: {' '.join(command)}\n{done.stdout}")
+
+
+if __name__ == "__main__":  # python -m pyserve.ops.cuda_build: ahead of the first start, also where no GPU is
+    print(built())

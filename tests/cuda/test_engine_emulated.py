@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from tests.cuda.extension import build_extension
 from tests.engine.workload import Outcome, assert_clean, request, run
 from tools.make_tiny_model import make_gguf
 
+DEVICE = os.environ.get("PYSERVE_DEVICE", "cuda-emulated")  # tools/gpu_check runs this file on a GPU
+IS_EMULATED = DEVICE == "cuda-emulated"
 SIZES = {"hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 64, "intermediate": 64}
 LIMITS = {"max_tokens": 64, "max_samples": 64, "max_positions": 256, "num_threads": 1}
 FULL_POOL = {"ctx_size": 128, "parallel": 4, "kv_type": "f16", "verify_parks": "all"}  # 8 pages for chats of 3 to 5
@@ -41,8 +44,9 @@ def device() -> Device:
         cuda_home()
     except FileNotFoundError as error:
         pytest.skip(str(error))
-    opened = ops.open_device("cuda-emulated")
-    ctypes.CDLL(str(build_extension())).emulator_configure(IN_ORDER, ctypes.c_uint64(1), 1)  # the quickest
+    opened = ops.open_device(DEVICE)
+    if IS_EMULATED:
+        ctypes.CDLL(str(build_extension())).emulator_configure(IN_ORDER, ctypes.c_uint64(1), 1)  # the quickest
     return opened
 
 
@@ -59,6 +63,8 @@ def model(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Model:
 @pytest.fixture
 def emulator(device: Device) -> Iterator[ctypes.CDLL]:
     """The emulator's knobs, at rest again afterwards."""
+    if not IS_EMULATED:
+        pytest.skip("the emulator's knobs")
     knobs = ctypes.CDLL(str(build_extension()))
     yield knobs
     knobs.emulator_fail_pins(ctypes.c_int64(-1))
@@ -130,11 +136,14 @@ def test_four_chats_on_a_full_pool_say_what_they_say_alone(model: Model, alone: 
 def test_where_memory_cannot_be_pinned_parking_goes_on_and_says_so_once(
     model: Model, alone: list[object], emulator: ctypes.CDLL, caplog: pytest.LogCaptureFixture
 ) -> None:
-    emulator.emulator_fail_pins(ctypes.c_int64(1))  # the batch's staging memory is there from before; the probe is good
+    emulator.emulator_fail_pins(ctypes.c_int64(0))
+    infos = []
     with caplog.at_level(logging.WARNING, "pyserve.park"):
-        together = run(model, [[chat] for chat in chats()], **FULL_POOL)
+        together = run(model, [[chat] for chat in chats()], prepare=lambda each: infos.append(each.info), **FULL_POOL)
     assert [seen(outcome) for outcome in together.outcomes] == alone
     assert together.preempts == together.resumes > 0
+    assert together.counters.parked_bytes > 0
+    assert not infos[0].is_pinned
     assert sum("steps wait for parks" in record.getMessage() for record in caplog.records) == 1
     assert_clean(together)
 
@@ -142,17 +151,32 @@ def test_where_memory_cannot_be_pinned_parking_goes_on_and_says_so_once(
 # --- copies, and what is refused
 
 
-def test_a_page_that_changed_while_it_was_parked_is_noticed(device: Device) -> None:
+def finish_torch() -> None:
+    """On a GPU, torch writes the pool on a stream of its own."""
+    if not IS_EMULATED:
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("can_pin", [True, False])
+def test_a_page_that_changed_while_it_was_parked_is_noticed(
+    device: Device, emulator: ctypes.CDLL, can_pin: bool
+) -> None:
     pool, stream = device.allocate_pool(8, 2, 1, 16, 64, torch.float16), device.copy_stream()
     pool.copy_(torch.arange(pool.numel(), dtype=torch.float32).reshape(pool.shape) % 251)
     page_bytes = ops.page_bytes(pool)
-    host = device.pinned(torch.zeros(4 * page_bytes, dtype=torch.uint8))
+    finish_torch()
+    host = torch.zeros(4 * page_bytes, dtype=torch.uint8)
+    if can_pin:
+        host = device.pinned(host)
+    else:
+        emulator.emulator_fail_pins(ctypes.c_int64(0))  # the memory for the hashes
     hashes = torch.tensor([1, 0, 1, 0])
     pages = [5, 1, 2, 7]
     assert stream.copy_pages(pool, host, pages, True, hashes=hashes).wait(10)
     wanted = pool[pages].clone()
     assert hashes[1] == hashes[3] == 0
     pool.zero_()
+    finish_torch()
     assert stream.copy_pages(pool, host, [0, 3, 4, 6], False, hashes=hashes).wait(10)
     assert torch.equal(pool[[0, 3, 4, 6]], wanted)
     assert pool[[1, 2, 5, 7]].count_nonzero() == 0
@@ -183,7 +207,7 @@ def test_a_copy_in_flight_is_not_done_and_one_that_does_not_fit_is_refused(
 
 
 def test_what_the_device_does_not_have_is_said_in_one_line(device: Device, model: Model) -> None:
-    with pytest.raises(SettingsError, match="--kv-type f32 is not possible on cuda-emulated"):
+    with pytest.raises(SettingsError, match=f"--kv-type f32 is not possible on {DEVICE}"):
         run(model, [], **{**FULL_POOL, "kv_type": "f32"})
     with pytest.raises(ValueError, match="head_dim must be 64, 80, 96, 128 or 256"):
         shape = ops.AttentionShape(0, 2, 1, 16)
@@ -192,5 +216,5 @@ def test_what_the_device_does_not_have_is_said_in_one_line(device: Device, model
         qkv = program.buffer(shape.qkv_width)
         program.embed(device.pack("F32", torch.zeros(4, shape.qkv_width), 4, shape.qkv_width), qkv)
         program.rope_kv_write(qkv, shape, ops.RopeTable(table, table, is_interleaved=False))
-    with pytest.raises(SettingsError, match="--device cuda:0: this process has the other kind"):
-        ops.open_device("cuda:0")
+    with pytest.raises(SettingsError, match=r"--device cuda(-emulated|:0): this process has the other kind"):
+        ops.open_device("cuda:0" if IS_EMULATED else "cuda-emulated")

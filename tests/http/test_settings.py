@@ -42,6 +42,7 @@ def test_help_and_table_show_every_flag_variable_and_default() -> None:
         (["--api-key", "a, b,"], "api_keys", ("a", "b")),
         (["-a", "name"], "alias", "name"),
         (["-t", "3"], "threads", 3),
+        (["--device", "CUDA:1"], "device", "cuda:1"),
         (["-b", "64"], "batch_size", 64),
         (["--preempt-ram", "0"], "preempt_ram_mib", 0),
         (["--preempt-disk", "/tmp/parked"], "preempt_disk", "/tmp/parked"),
@@ -71,7 +72,7 @@ BAD = [
     ("--ctx-size", "many"), ("--ctx-size", "0"), ("--ctx-size", "1e3"), ("--parallel", "-1"), ("--port", "70000"),
     ("--kv-type", "q8"), ("--preempt-ram", "-5"), ("--sse-ping-interval", "0"), ("--sse-ping-interval", "-2"),
     ("--sse-comments", "maybe"), ("--drain-timeout", "nan"), ("--drain-timeout", "soon"), ("--log-level", "loud"),
-    ("--model", ""),
+    ("--model", ""), ("--device", "gpu"), ("--device", "cuda:x"), ("--device", "cuda:"), ("--device", "cpu:0"),
 ]  # fmt: skip
 
 
