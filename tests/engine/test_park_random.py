@@ -175,7 +175,9 @@ def test_what_comes_back_is_what_went(seed: int) -> None:
     with tempfile.TemporaryDirectory() as directory, world_of(seed, Path(directory)) as world:
         actions = [world.begin] * 3 + [world.grow] * 3 + [world.park] * 4 + [world.restore] * 4
         actions += [world.move, world.end, world.stream.release]
-        for number in range(600):
+        for number in range(20_000):  # on a busy machine good copies miss their deadline, too, and few come back
+            if number >= 600 and world.num_done > 10:
+                break
             world.source.choice(actions)()
             world.land()
             world.check()
