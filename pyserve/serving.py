@@ -14,6 +14,7 @@ from pathlib import Path
 from pyserve import ops
 from pyserve.disk_tier import DiskTier
 from pyserve.engine import Engine, EngineHandle
+from pyserve.errors import SettingsError
 from pyserve.kv_store import KvStore
 from pyserve.ledger import Ledger
 from pyserve.models.load import Model, load
@@ -51,16 +52,20 @@ async def start_engine(settings: Settings, model_path: Path, on_progress: Callab
     num_threads = settings.threads or default_threads()
     pool_tokens = math.ceil(settings.ctx_size / settings.page_size) * settings.page_size
     device = await asyncio.to_thread(open_device, settings.device)
-    model = await asyncio.to_thread(
-        load,
-        model_path,
-        max_tokens=settings.batch_size + settings.parallel,
-        max_samples=settings.batch_size + settings.parallel,
-        max_positions=pool_tokens,
-        num_threads=num_threads,
-        on_progress=on_progress,
-        device=device,
-    )
+    try:
+        model = await asyncio.to_thread(
+            load,
+            model_path,
+            max_tokens=settings.batch_size + settings.parallel,
+            max_samples=settings.batch_size + settings.parallel,
+            max_positions=pool_tokens,
+            num_threads=num_threads,
+            on_progress=on_progress,
+            device=device,
+        )
+    except ValueError as error:
+        reason = str(error).split("\n", 1)[0]  # torch adds a trace of its own calls
+        raise SettingsError(f"--device {device.name} cannot run this model: {reason}") from error
     engine = EngineHandle(build_engine(model, settings, num_threads))
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.collect()

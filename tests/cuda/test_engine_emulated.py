@@ -6,6 +6,7 @@ bit for bit on one device. Against the CPU's kernels logits are close, not equal
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import logging
 import os
@@ -19,6 +20,8 @@ from pyserve import ops
 from pyserve.errors import SettingsError
 from pyserve.models.load import Model, load
 from pyserve.ops import Device, PageMismatch, StepBatch
+from pyserve.serving import start_engine
+from pyserve.settings import Settings
 from pyserve.types import SamplingParams, SequenceRequest
 from tests.cuda.build import IN_ORDER, cuda_home
 from tests.cuda.extension import build_extension
@@ -218,3 +221,11 @@ def test_what_the_device_does_not_have_is_said_in_one_line(device: Device, model
         program.rope_kv_write(qkv, shape, ops.RopeTable(table, table, is_interleaved=False))
     with pytest.raises(SettingsError, match=r"--device cuda(-emulated|:0): this process has the other kind"):
         ops.open_device("cuda:0" if IS_EMULATED else "cuda-emulated")
+
+
+def test_a_model_that_the_device_cannot_run_ends_the_start_in_one_line(device: Device, tmp_path: Path) -> None:
+    path = make_gguf(tmp_path / "narrow.gguf", seed=5)  # heads of 16
+    starting = start_engine(Settings(device=DEVICE), path, lambda stage, fraction: None)
+    with pytest.raises(SettingsError, match=f"--device {DEVICE} cannot run this model: head_dim must be 64") as failure:
+        asyncio.run(starting)
+    assert "\n" not in failure.value.message
