@@ -153,7 +153,8 @@ def _config(listener: int) -> Config:
 
 
 def _print_banner(state: ServerState) -> None:
-    lines = [*banner(state), f"url    http://{state.settings.host}:{state.settings.port}"]
+    host = f"[{state.settings.host}]" if ":" in state.settings.host else state.settings.host
+    lines = [*banner(state), f"url    http://{host}:{state.settings.port}"]
     if is_open_to_all(state.settings.cors_origins.split(","), state.settings.api_keys):
         lines.append("note   any web page may call this server: set --api-key or --cors-origins to prevent it")
     print("\n".join(f"  {line}" for line in lines), file=sys.stderr, flush=True)
@@ -165,4 +166,7 @@ def _fail(message: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # before the server has its own handler
+        sys.exit(130)

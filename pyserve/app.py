@@ -162,6 +162,8 @@ def model_path(settings: Settings) -> Path:
 
 def check_model(settings: Settings) -> None:
     """Read the model's header. Raises ModelFileError or SettingsError, one line each."""
+    if settings.preempt_disk and Path(settings.preempt_disk).exists() and not Path(settings.preempt_disk).is_dir():
+        raise SettingsError(f"--preempt-disk {settings.preempt_disk}: not a folder")
     path = model_path(settings)
     if not path.exists():
         raise ModelFileError(f"{path}: no such file or folder")

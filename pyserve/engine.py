@@ -33,7 +33,7 @@ import time
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 
-from pyserve.errors import ContextExceeded, PoolExhausted, PyserveError, StepFailed, Unavailable
+from pyserve.errors import ContextExceeded, InvalidRequest, PoolExhausted, PyserveError, StepFailed, Unavailable
 from pyserve.generation import Generation
 from pyserve.ledger import Ledger
 from pyserve.park import Parking
@@ -425,6 +425,12 @@ class EngineHandle:
                     n_prompt_tokens=len(request.prompt),
                     n_ctx=info.context_len,
                 )
+        if len(requests) > info.max_queue + info.num_slots:
+            raise InvalidRequest(
+                f"{len(requests)} sequences in one request; {info.num_slots} slots and a queue of {info.max_queue} "
+                f"(--max-queue) can never take them at once: send fewer prompts",
+                param="prompt",
+            )
         if self._engine.num_waiting + len(requests) > info.max_queue:
             raise Unavailable(f"the queue of {info.max_queue} requests is full (--max-queue)", retry_after_s=1)
         return self._engine.submit(requests, request_id)

@@ -98,7 +98,10 @@ def _text(text: str) -> str:
 
 
 def _words(text: str) -> tuple[str, ...]:
-    return tuple(word for part in text.split(",") if (word := part.strip()))
+    words = tuple(word for part in text.split(",") if (word := part.strip()))
+    if not words:  # a key that came out empty must not open the server to all
+        raise ValueError("expected one or more words separated by commas")
+    return words
 
 
 def _switch(text: str) -> bool:

@@ -40,7 +40,9 @@ FENCES = {
     "asyncio": {"engine", "generation", "serving", "park", "http", "app", "__main__"},
 }
 # What the pure core may import from outside: no torch, no clock, no input or output.
-PURE = {"plan", "pool", "prefix", "sequence", "page_runs", "policy", "view", "residents", "planner", "integrity", "ledger"}
+PURE = {
+    "plan", "pool", "prefix", "sequence", "page_runs", "policy", "view", "residents", "planner", "integrity", "ledger",
+}  # fmt: skip
 PURE_MAY_IMPORT = {
     "__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools",
     "math", "operator", "typing",

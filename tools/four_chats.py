@@ -144,7 +144,10 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=600)
     parser.add_argument("--svg", type=Path, help="draw the run into this file")
     chosen = parser.parse_args()
-    chats = asyncio.run(run(chosen.url, chosen.chats, chosen.prompt_words, chosen.max_tokens))
+    try:
+        chats = asyncio.run(run(chosen.url, chosen.chats, chosen.prompt_words, chosen.max_tokens))
+    except OSError as error:
+        sys.exit(f"no server at {chosen.url}: {error.strerror or error}")
     print(report(chats))
     if chosen.svg is not None:
         title = f"{chosen.chats} chats of {chosen.max_tokens} answer tokens each, on a pool too small for them"

@@ -45,6 +45,8 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if path.exists() and not path.is_file():
+            fail(path, "is neither a file nor a folder")
         try:
             with path.open("rb") as file:
                 self.size = file.seek(0, 2)

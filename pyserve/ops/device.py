@@ -6,6 +6,7 @@ there. `cuda-emulated` runs the kernels of csrc/cuda on the CPU, for tests.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -106,6 +107,8 @@ def open_device(name: str) -> Device:
     if name == "auto":
         return _best_device()
     is_emulated = name == cuda_build.EMULATED
+    if not is_emulated and not _has_driver():  # known before minutes of compiling
+        raise SettingsError(f"--device {name}: this machine has no CUDA driver, or it finds no GPU")
     try:
         cuda_build.load(is_emulated=is_emulated)
     except BuildError as error:
@@ -122,3 +125,13 @@ def _best_device() -> Device:
     except SettingsError as error:
         log.warning("a GPU is there and not used: %s", error.message)
         return CpuDevice()
+
+
+def _has_driver() -> bool:
+    """Whether CUDA's driver is installed and finds a GPU."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0

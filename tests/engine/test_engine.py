@@ -8,7 +8,7 @@ import random
 import pytest
 
 from pyserve.engine import Engine, EngineHandle
-from pyserve.errors import ContextExceeded, PoolExhausted, StepFailed, Unavailable
+from pyserve.errors import ContextExceeded, InvalidRequest, PoolExhausted, StepFailed, Unavailable
 from pyserve.models.load import Model
 from pyserve.serving import build_engine
 from pyserve.settings import Settings
@@ -189,6 +189,8 @@ def test_requests_that_cannot_be_served_are_refused_before_anything_starts(tiny_
         with pytest.raises(ContextExceeded) as refused:
             handle.submit([request(1, 10, 5), request(2, 64, 5)], "too-long")
         assert refused.value.n_prompt_tokens == 64 and refused.value.n_ctx == 64
+        with pytest.raises(InvalidRequest):  # not 503: trying again would never help
+            handle.submit([request(n, 10, 5) for n in range(3)], "more-than-ever-fit")
         waiting = [handle.submit([request(n, 10, 40)], str(n)) for n in range(2)]
         with pytest.raises(Unavailable) as full:
             handle.submit([request(9, 10, 5)], "one-too-many")

@@ -94,3 +94,9 @@ def test_unknown_flags_and_variables_are_told(capsys: pytest.CaptureFixture[str]
         load_settings(["--ctx-sise", "1"], {})
     assert ended.value.code == 2 and "--ctx-sise" in capsys.readouterr().err
     assert unknown_variables({"PYSERVE_CTX_SISE": "1", "PYSERVE_PORT": "1", "HOME": "x"}) == ["PYSERVE_CTX_SISE"]
+
+
+@pytest.mark.parametrize("keys", [",", " , ", ""])
+def test_a_key_list_without_a_key_is_refused_and_does_not_open_the_server(keys: str) -> None:
+    with pytest.raises(SettingsError, match="PYSERVE_API_KEY"):
+        settings_from_environment({"PYSERVE_API_KEY": keys})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import time
 from pathlib import Path
@@ -235,3 +236,10 @@ def test_changed_bytes_never_end_in_another_error(tmp_path: Path, changes: list[
         assert "\n" not in str(error)
     else:
         assert spec.num_layers == 2 and spec.hidden_size == 64
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "model.gguf"
+    os.mkfifo(pipe)
+    with pytest.raises(ModelFileError, match="neither a file nor a folder"):
+        inspect(pipe)

@@ -9,7 +9,7 @@ import torch
 
 from pyserve import ops
 from pyserve.errors import SettingsError
-from pyserve.ops import cuda_build, flags
+from pyserve.ops import cuda_build, device, flags
 from pyserve.ops.build import BuildError
 
 
@@ -27,11 +27,19 @@ def test_auto_serves_on_the_cpu_where_the_kernels_cannot_be_built(
         raise BuildError("there is no nvcc")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device, "_has_driver", lambda: True)
     monkeypatch.setattr(cuda_build, "load", fail)
     assert ops.open_device("auto").name == "cpu"
     assert "a GPU is there and not used: --device cuda: there is no nvcc" in caplog.text
     with pytest.raises(SettingsError, match="--device cuda:1: there is no nvcc"):
         ops.open_device("cuda:1")
+
+
+def test_without_a_driver_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_has_driver", lambda: False)
+    monkeypatch.setattr(cuda_build, "load", lambda **_: pytest.fail("minutes of compiling for nothing"))
+    with pytest.raises(SettingsError, match="--device cuda: this machine has no CUDA driver"):
+        ops.open_device("cuda")
 
 
 def test_without_nvcc_the_build_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
