@@ -47,8 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _serve(settings: Settings, listener: int) -> int:
-    server = Server(settings, listener)
-    return await server.run()
+    code = await Server(settings, listener).run()
+    for number in (signal.SIGTERM, signal.SIGINT):  # it is ending: one more signal must not change the exit code
+        asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
+    return code
 
 
 class Server:
