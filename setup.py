@@ -1,19 +1,61 @@
-"""Builds the extension ahead of time. Everything else about the package is in pyproject.toml; flags and sources are
-in pyserve/ops/flags.py.
+"""Builds the extensions ahead of time: the CPU's always, CUDA's where `cuda_build.is_wanted` says so. Everything else
+about the package is in pyproject.toml; flags and sources are in pyserve/ops/flags.py.
 """
 
 from __future__ import annotations
 
-import runpy
+import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import torch
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent
 CSRC = Path("csrc")
-FLAGS = runpy.run_path(str(ROOT / "pyserve" / "ops" / "flags.py"))
+
+# The package's own __init__ would load the extension that is built here.
+ops = ModuleType("pyserve.ops")
+ops.__path__ = [str(ROOT / "pyserve" / "ops")]
+sys.modules["pyserve.ops"] = ops
+sys.path.insert(0, str(ROOT))
+from pyserve.ops import build, cuda_build, flags  # noqa: E402
+
+CUDA_NAME = "pyserve." + flags.extension_name(torch.__version__, "cuda")
+
+
+class Build(BuildExtension):
+    """CUDA's extension is not one for torch to build: its kernels see no header of torch."""
+
+    def build_extension(self, ext: Extension) -> None:
+        if ext.name != CUDA_NAME:
+            super().build_extension(ext)
+            return
+        path = Path(self.get_ext_fullpath(ext.name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            nvcc = cuda_build.check_possible(os.environ, torch.version.cuda)
+            cuda_build.compile_extension(CSRC, Path(self.build_temp) / "cuda", path, nvcc)
+        except build.BuildError as error:
+            raise SystemExit(error.message) from None
+
+
+def extensions() -> list[Extension]:
+    try:
+        wants_cuda = cuda_build.is_wanted(os.environ, torch.version.cuda)
+    except build.BuildError as error:
+        raise SystemExit(error.message) from None
+    cpu = CppExtension(
+        name="pyserve." + flags.extension_name(torch.__version__),
+        sources=[str(path) for path in flags.sources(CSRC)],
+        depends=[str(path) for path in flags.headers(CSRC)],
+        extra_compile_args=flags.COMPILE_FLAGS,
+        extra_link_args=flags.LINK_FLAGS,
+    )
+    return [cpu, Extension(CUDA_NAME, sources=[])] if wants_cuda else [cpu]
+
 
 setup(
     # The sources go into the wheel as pyserve/csrc too: a wheel that meets another torch version builds again at
@@ -32,14 +74,6 @@ setup(
         "pyserve.csrc.cpu": ["*.h", "*.cpp"],
         "pyserve.csrc.cuda": ["*.h", "*.cpp", "*.cu", "*.cuh"],  # built when a CUDA device is first asked for
     },
-    ext_modules=[
-        CppExtension(
-            name="pyserve." + FLAGS["extension_name"](torch.__version__),
-            sources=[str(path) for path in FLAGS["sources"](CSRC)],
-            depends=[str(path) for path in FLAGS["headers"](CSRC)],
-            extra_compile_args=FLAGS["COMPILE_FLAGS"],
-            extra_link_args=FLAGS["LINK_FLAGS"],
-        )
-    ],
-    cmdclass={"build_ext": BuildExtension},
+    ext_modules=extensions(),
+    cmdclass={"build_ext": Build},
 )

@@ -38,14 +38,14 @@ def load() -> Path:
     return path
 
 
-def installed() -> Path | None:
-    """The extension built ahead of time for this torch version, if there is one. A checkout's is not taken: its
-    sources may have changed since.
+def installed(backend: str = "C") -> Path | None:
+    """The extension built ahead of time for this torch version, if there is one: "C", or "cuda". A checkout's is not
+    taken: its sources may have changed since.
     """
     package = Path(__file__).resolve().parent.parent
     if (package.parent / "csrc" / "registration.cpp").is_file():
         return None
-    return next(iter(sorted(package.glob(flags.extension_name(torch.__version__) + ".*so"))), None)
+    return next(iter(sorted(package.glob(flags.extension_name(torch.__version__, backend) + ".*so"))), None)
 
 
 def built() -> Path:

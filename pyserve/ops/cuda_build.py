@@ -1,8 +1,12 @@
-"""Finds or builds the CUDA extension and loads it. Nothing here runs unless a CUDA device is asked for.
+"""Finds or builds the CUDA extension and loads it. Nothing here runs unless a CUDA device is asked for, or `pip
+install` builds ahead of time.
 
 nvcc compiles the kernels of csrc/cuda, without any header of torch; the host compiler the rest. The CUDA runtime is
 linked in, so the result loads on a machine without CUDA, where it finds no device. Objects are cached by the content of
 what they are made of, beside the CPU extension's builds and under the same lock.
+
+Whether to build is decided by `is_wanted`: PYSERVE_CUDA=0 never, PYSERVE_CUDA=1 always, with an error where it is not
+possible; otherwise where there are a CUDA toolkit and a torch with CUDA. No GPU need be visible.
 """
 
 from __future__ import annotations
@@ -14,17 +18,50 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from pyserve.ops import flags
-from pyserve.ops.build import BuildError, build_folder, compiler, locked, source_folder
+from pyserve.ops.build import BuildError, build_folder, compiler, installed, locked, source_folder
 
 EMULATED = "cuda-emulated"
 NAMESPACE = "pyserve_cuda"
+
+
+def is_wanted(environment: Mapping[str, str], torch_cuda: str | None) -> bool:
+    """Whether the CUDA half is to be built and used where nobody names a device. `torch_cuda`: torch.version.cuda.
+    Raises BuildError when PYSERVE_CUDA asks for what cannot be.
+    """
+    chosen = environment.get("PYSERVE_CUDA", "")
+    if chosen == "0":
+        return False
+    if chosen == "1":
+        check_possible(environment, torch_cuda)
+        return True
+    if chosen:
+        raise BuildError(f"PYSERVE_CUDA must be 0 or 1, not {chosen}")
+    return find_nvcc(environment) is not None and torch_cuda is not None
+
+
+def check_possible(environment: Mapping[str, str], torch_cuda: str | None) -> str:
+    """The nvcc that will build. Raises BuildError, one line that says what is missing."""
+    nvcc = find_nvcc(environment)
+    if nvcc is None:
+        raise BuildError("the CUDA kernels are not built and there is no nvcc: install a CUDA toolkit or set CUDA_HOME")
+    if torch_cuda is None:
+        raise BuildError(f"torch {torch.__version__} is a build without CUDA: install torch's build for your CUDA")
+    return nvcc
+
+
+def find_nvcc(environment: Mapping[str, str] = os.environ) -> str | None:
+    """CUDA_HOME's compiler, or the one on PATH."""
+    home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    if home and (Path(home) / "bin" / "nvcc").is_file():
+        return str(Path(home) / "bin" / "nvcc")
+    return shutil.which("nvcc", path=environment.get("PATH"))
 
 
 def load(*, is_emulated: bool = False) -> None:
@@ -33,7 +70,7 @@ def load(*, is_emulated: bool = False) -> None:
     """
     loaded = _loaded()
     if loaded is None:
-        torch.ops.load_library(str(emulated() if is_emulated else built()))
+        torch.ops.load_library(str(emulated() if is_emulated else installed("cuda") or built()))
     elif loaded != is_emulated:
         raise BuildError("this process has the other kind of CUDA extension loaded already")
 
@@ -56,8 +93,8 @@ def emulated() -> Path:
     return path
 
 
-def built() -> Path:
-    """The extension for real GPUs, in the cache; built now if it is not there."""
+def built(torch_cuda: str | None = torch.version.cuda) -> Path:
+    """The extension for real GPUs, in the cache; built now if it is not there. Raises BuildError."""
     csrc = source_folder()
     if not flags.cuda_kernels(csrc):
         raise BuildError(f"no CUDA sources in {csrc}")
@@ -65,59 +102,57 @@ def built() -> Path:
     path = folder / f"{NAMESPACE}_{_fingerprint(csrc)}.so"
     if path.is_file():
         return path
-    nvcc = find_nvcc()
-    if nvcc is None:
-        raise BuildError("the CUDA kernels are not built and there is no nvcc: install a CUDA toolkit or set CUDA_HOME")
+    nvcc = check_possible(os.environ, torch_cuda)
     with locked(folder):
         if not path.is_file():
-            _build(csrc, folder / "cuda_objects", path, nvcc)
+            compile_extension(csrc, folder / "cuda_objects", path, nvcc)
     return path
 
 
-def find_nvcc() -> str | None:
-    """CUDA_HOME's compiler, or the one on PATH."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if home and (Path(home) / "bin" / "nvcc").is_file():
-        return str(Path(home) / "bin" / "nvcc")
-    return shutil.which("nvcc")
-
-
-def _fingerprint(csrc: Path) -> str:
-    digest = hashlib.sha256(repr((torch.__version__, flags.NVCC_FLAGS, flags.COMPILE_FLAGS, _architectures())).encode())
-    for path in [*flags.cuda_kernels(csrc), *flags.cuda_hosts(csrc), *flags.cuda_headers(csrc)]:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _architectures() -> list[str]:
-    """PYSERVE_CUDA_ARCHS, as in 8.0,9.0, or all that are supported."""
-    chosen = os.environ.get("PYSERVE_CUDA_ARCHS", "")
-    return [part.strip() for part in chosen.split(",") if part.strip()] or list(flags.CUDA_ARCHITECTURES)
-
-
-def _build(csrc: Path, folder: Path, path: Path, nvcc: str) -> None:
-    from torch.utils import cpp_extension  # here, since it takes longer to import than a cached build takes to load
-
+def compile_extension(csrc: Path, folder: Path, path: Path, nvcc: str) -> None:
+    """Compiles what `folder` does not hold yet and links `path`. Raises BuildError with what the compiler said."""
     started = time.monotonic()
-    kernels, hosts = flags.cuda_kernels(csrc), flags.cuda_hosts(csrc)
-    archs = _architectures()
+    kernels, archs = flags.cuda_kernels(csrc), _architectures()
     what = f"{len(kernels)} kernel files for {', '.join(archs)}, some minutes the first time"
     print(f"building CUDA extension ({what}) ...", file=sys.stderr, flush=True)
-    folder.mkdir(exist_ok=True)
-    torch_folders = [part for each in cpp_extension.include_paths() for part in ("-isystem", each)]
-    commands = [
-        *([nvcc, *flags.NVCC_FLAGS, *flags.architecture_flags(archs), "-c", str(each)] for each in kernels),
-        *([compiler(), *flags.COMPILE_FLAGS, "-fPIC", *torch_folders, "-c", str(each)] for each in hosts),
-    ]
+    folder.mkdir(parents=True, exist_ok=True)
     headers = b"".join(each.read_bytes() for each in flags.cuda_headers(csrc))
     with ThreadPoolExecutor(max(1, min(4, len(os.sched_getaffinity(0))))) as pool:
-        objects = list(pool.map(lambda command: _object(folder, command, headers), commands))
+        objects = list(pool.map(lambda command: _object(folder, command, headers), _commands(csrc, nvcc, archs)))
+    from torch.utils import cpp_extension  # here, since it takes longer to import than a cached build takes to load
+
     libraries = [f"-L{each}" for each in cpp_extension.library_paths()] + ["-lc10", "-ltorch_cpu", "-ltorch"]
     unfinished = path.with_suffix(".tmp.so")  # nvcc looks at the name
     link = [nvcc, "-shared", "-cudart", "static", "-ccbin", compiler()]  # it knows where its runtime is
     _run([*link, *map(str, objects), *libraries, "-Xcompiler", "-pthread", "-o", str(unfinished)])
     unfinished.replace(path)
     print(f"building CUDA extension: done in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+
+
+def _commands(csrc: Path, nvcc: str, archs: Sequence[str]) -> list[list[str]]:
+    """One for each source, which comes last; `-o` is to be added."""
+    from torch.utils import cpp_extension
+
+    torch_folders = [part for each in cpp_extension.include_paths() for part in ("-isystem", each)]
+    for_kernels = [nvcc, *flags.NVCC_FLAGS, *flags.architecture_flags(archs), "-c"]
+    for_hosts = [compiler(), *flags.CUDA_HOST_FLAGS, "-fPIC", *torch_folders, "-c"]
+    kernels, hosts = flags.cuda_kernels(csrc), flags.cuda_hosts(csrc)
+    return [[*for_kernels, str(each)] for each in kernels] + [[*for_hosts, str(each)] for each in hosts]
+
+
+def _architectures() -> list[str]:
+    try:
+        return flags.cuda_architectures(os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
+    except ValueError as error:
+        raise BuildError(str(error)) from None
+
+
+def _fingerprint(csrc: Path) -> str:
+    made_with = (torch.__version__, flags.NVCC_FLAGS, flags.CUDA_HOST_FLAGS, _architectures())
+    digest = hashlib.sha256(repr(made_with).encode())
+    for path in [*flags.cuda_kernels(csrc), *flags.cuda_hosts(csrc), *flags.cuda_headers(csrc)]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _object(folder: Path, command: Sequence[str], headers: bytes) -> Path:
@@ -138,4 +173,4 @@ def _run(command: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":  # python -m pyserve.ops.cuda_build: ahead of the first start, also where no GPU is
-    print(built())
+    print(built(torch_cuda="any: the extension calls none of torch's CUDA"))

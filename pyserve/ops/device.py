@@ -1,13 +1,15 @@
 """Where steps run: one object that makes everything that lies or works on a device.
 
 `cpu` needs nothing. `cuda` and `cuda:1` need a GPU and the CUDA extension; `auto` takes the first GPU when both are
-there. `cuda-emulated` runs the kernels of csrc/cuda on the CPU, for tests.
+there; PYSERVE_CUDA=1 makes it take the GPU or fail, PYSERVE_CUDA=0 the CPU. `cuda-emulated` runs the kernels of
+csrc/cuda on the CPU, for tests.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -117,8 +119,11 @@ def open_device(name: str) -> Device:
 
 
 def _best_device() -> Device:
-    """A GPU that cannot be used is no reason not to serve."""
-    if not torch.cuda.is_available():
+    """A GPU that cannot be used is no reason not to serve, unless PYSERVE_CUDA=1 says that it is."""
+    choice = os.environ.get("PYSERVE_CUDA", "")
+    if choice == "1":
+        return open_device("cuda")
+    if choice == "0" or not torch.cuda.is_available():
         return CpuDevice()
     try:
         return open_device("cuda")

@@ -4,6 +4,7 @@ imports nothing but the standard library.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +25,8 @@ COMPILE_FLAGS = [
 ]
 # Warnings are errors. fmad is on: kernels say themselves where a product and a sum must not be fused.
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Werror", "all-warnings", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-CUDA_ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")  # and PTX of the last, for what comes after
+CUDA_HOST_FLAGS = [*COMPILE_FLAGS, "-Werror"]
+CUDA_ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0+PTX")  # the PTX is for what comes after
 LINK_FLAGS = ["-pthread", "-Wl,--strip-debug"]  # Python's own flags ask for debug information: 12 MB of it
 
 
@@ -41,11 +43,23 @@ def cuda_kernels(csrc: Path) -> list[Path]:
     return sorted((csrc / "cuda").glob("*.cu"))
 
 
+def cuda_architectures(chosen: str) -> list[str]:
+    """TORCH_CUDA_ARCH_LIST's compute capabilities, as in "8.0 9.0a;12.0+PTX"; all that are supported where it is empty.
+    Raises ValueError.
+    """
+    parts = chosen.replace(";", " ").split() or list(CUDA_ARCHITECTURES)
+    for part in parts:
+        if not re.fullmatch(r"\d+\.\d[a-z]?(\+PTX)?", part):
+            raise ValueError(f"TORCH_CUDA_ARCH_LIST: {part} is no compute capability like 9.0 or 9.0+PTX")
+    return parts
+
+
 def architecture_flags(architectures: Sequence[str]) -> list[str]:
-    """nvcc's flags for compute capabilities like 9.0: machine code for each, and PTX of the last."""
-    numbers = [each.replace(".", "") for each in architectures]
-    codes = [f"arch=compute_{each},code=sm_{each}" for each in numbers]
-    codes.append(f"arch=compute_{numbers[-1]},code=compute_{numbers[-1]}")
+    """nvcc's flags for compute capabilities like 9.0: machine code for each, and PTX of those that end in +PTX."""
+    codes = []
+    for each in architectures:
+        number = each.removesuffix("+PTX").replace(".", "")
+        codes += [f"arch=compute_{number},code={kind}_{number}" for kind in ("sm", "compute")[: 1 + ("+PTX" in each)]]
     return [part for code in codes for part in ("-gencode", code)]
 
 
@@ -64,9 +78,9 @@ def headers(csrc: Path) -> list[Path]:
     return sorted(csrc.glob("*.h")) + sorted((csrc / "cpu").glob("*.h"))
 
 
-def extension_name(torch_version: str) -> str:
-    """Name of the extension that `setup.py` builds: a binary is good for the torch version that it was compiled
-    against and for no other.
+def extension_name(torch_version: str, backend: str = "C") -> str:
+    """Name of an extension that `setup.py` builds, "C" or "cuda": a binary is good for the torch version that it was
+    compiled against and for no other.
     """
     digits = torch_version.split("+")[0].split(".")
-    return "_C_torch" + "_".join(digits)
+    return f"_{backend}_torch" + "_".join(digits)

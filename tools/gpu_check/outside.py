@@ -49,7 +49,7 @@ def engine_tests(machine: Machine) -> Result:
         raise NotHere(f"torch: {torch_version()}")
     if machine.is_dry:
         return pytest([ENGINE_TESTS, "--collect-only"], {"PYSERVE_DEVICE": "cuda-emulated"}, timeout_s=150)
-    return pytest([ENGINE_TESTS], {"PYSERVE_DEVICE": "cuda", "PYSERVE_CUDA_ARCHS": machine.capability}, timeout_s=150)
+    return pytest([ENGINE_TESTS], {"PYSERVE_DEVICE": "cuda", "TORCH_CUDA_ARCH_LIST": machine.capability}, timeout_s=150)
 
 
 def pytest(arguments: list[str], environment: dict[str, str], timeout_s: float) -> Result:
