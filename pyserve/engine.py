@@ -62,6 +62,7 @@ log = logging.getLogger("pyserve.engine")
 
 _COPY_WAIT_S = 1.0
 _STUCK_WAIT_S = 1.0
+_REST_S = 0.02
 _PROMPT_STEP_TOKENS = 64  # a step with so many prompt tokens tells how fast prompts are computed
 
 
@@ -152,6 +153,7 @@ class Engine:
                     if self._running is not None:  # it still writes to its sequences' pages
                         await asyncio.wait([self._running[1]])
                     self._end_all(StepFailed(f"the engine failed: {error}"))
+                    self._transfers.recover()
         finally:
             self._end_all(Unavailable("the server is shutting down"))
             self._deliver()
@@ -213,9 +215,8 @@ class Engine:
             await loop.run_in_executor(self._waiter, self._parking.wait_any, _COPY_WAIT_S)
             return
         self._wake.clear()
-        if not self._tasks:
-            self._parking.rest()
-            await self._wake.wait()
+        if not self._tasks:  # memory that is still being made has to be given back as well
+            await self._sleep(None if self._parking.rest() else _REST_S)
             return
         if not self._is_stuck:
             log.error(
@@ -224,8 +225,12 @@ class Engine:
             )  # fmt: skip
         self._is_stuck = True
         self._snapshot = None
+        await self._sleep(_STUCK_WAIT_S)
+
+    async def _sleep(self, timeout_s: float | None) -> None:
+        """Until there is work, or the time is over."""
         try:
-            async with asyncio.timeout(_STUCK_WAIT_S):
+            async with asyncio.timeout(timeout_s):
                 await self._wake.wait()
         except TimeoutError:
             pass

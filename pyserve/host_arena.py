@@ -184,6 +184,12 @@ class HostArena:
                 self.held_bytes -= slab.num_pages * self.page_bytes
                 self._thread.submit(_unmap, slab)
 
+    def call_off(self) -> None:
+        """Nobody wants the slabs that are on their way: those not begun are not made."""
+        for growth in [each for each in self._growing if each.future.cancel()]:
+            self._growing.remove(growth)
+            self.held_bytes -= growth.num_pages * self.page_bytes
+
     def wait(self, timeout_s: float) -> None:
         """Block until a slab has become ready. For a worker thread."""
         wait([growth.future for growth in self._growing[:1]], timeout_s)

@@ -254,6 +254,10 @@ class Ledger:
         pages = self._view.overdue.pop(copy_id)
         self._view.cache.let_go(self._view.pool.stop_reading(pages))
 
+    def copy_lost(self, sequence: Sequence) -> None:
+        """No copy of an ended sequence is in flight, whatever was planned: its pages and slot come free."""
+        (self.restore_landed if sequence.id in self._filling else self.park_landed)(sequence)
+
     def finish(self, sequence: Sequence, now_ms: float) -> bool:
         """Ended or cancelled, in whatever state; harmless when repeated.
 

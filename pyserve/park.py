@@ -111,6 +111,10 @@ class Parking:
         """A copy will land, or be overdue, in its time."""
         return bool(self._copies)
 
+    def is_copying(self, sequence: Sequence) -> bool:
+        """A copy of it will land, or be overdue."""
+        return sequence.id in self._copies
+
     @property
     def has_overdue(self) -> bool:
         return bool(self._overdue)
@@ -234,10 +238,12 @@ class Parking:
         landed = [self._land(copy, ending, now_s) for copy, ending in endings if ending is not None]
         return landed + self._moved(now_s) + self._late(now_s)
 
-    def rest(self) -> None:
-        """Nobody is served: give idle memory back."""
+    def rest(self) -> bool:
+        """Nobody is served: give idle memory back. False: some is still being made, so call this and `landed` again."""
         self._spare_pages = 0
+        self.arena.call_off()
         self.arena.trim(time.monotonic(), at_once=True)
+        return not self.arena.is_growing
 
     def wait_any(self, timeout_s: float) -> None:
         """Block until something has happened, or the time is over. For a worker thread, never for the event loop."""

@@ -56,6 +56,14 @@ class Transfers:
         for restore in restores:
             self._start_restore(restore)
 
+    def recover(self) -> None:
+        """The engine failed between a plan and its copies, and everybody has ended: nobody waits for what is not
+        under way.
+        """
+        for sequence in self._ledger.departing():
+            if not self._parking.is_copying(sequence):
+                self._ledger.copy_lost(sequence)
+
     def prepare(self) -> None:
         """Have host memory ready before a park needs it: once the pool is half full, as much as the smallest resident
         can hold at most.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,42 @@ class FaultyStream:
         self.real.close()
 
 
+class GatedStream:
+    """The real stream, but a copy begins only when it is let through, and then goes well or fails."""
+
+    def __init__(self) -> None:
+        self.real = CopyStream()
+        self.held: deque[HungEvent] = deque()
+        self.is_open = False
+
+    def copy_pages(
+        self, pool: torch.Tensor, host: torch.Tensor, pages: torch.Tensor, to_host: bool, **options: Any
+    ) -> Any:
+        post = lambda: self.real.copy_pages(pool, host, pages, to_host, **options)  # noqa: E731
+        if self.is_open:
+            return post()
+        self.held.append(HungEvent(post))
+        return self.held[-1]
+
+    def let_through(self, is_good: bool = True) -> None:
+        """The copy that has waited longest."""
+        if self.held:
+            event = self.held.popleft()
+            if not is_good:
+                event.error = CopyFailed("the device lost the copy")
+            event.begin()
+
+    def open(self) -> None:
+        """Nothing is held back any more."""
+        self.is_open = True
+        while self.held:
+            self.let_through()
+
+    def close(self) -> None:
+        self.open()
+        self.real.close()
+
+
 class FailedEvent:
     copy_s = 0.0
 
@@ -81,6 +118,7 @@ class HungEvent:
     def __init__(self, post: Callable[[], Any]) -> None:
         self.post = post
         self.real: Any = None
+        self.error: CopyFailed | None = None  # what becomes of it once it has run
         self.has_begun = threading.Event()
 
     def begin(self) -> None:
@@ -89,7 +127,11 @@ class HungEvent:
             self.has_begun.set()
 
     def query(self) -> bool:
-        return self.real is not None and bool(self.real.query())
+        if self.real is None or not self.real.query():
+            return False
+        if self.error is not None:
+            raise self.error
+        return True
 
     def wait(self, timeout_s: float | None = None) -> bool:
         return self.has_begun.wait(timeout_s) and bool(self.real.wait(timeout_s))

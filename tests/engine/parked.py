@@ -73,3 +73,24 @@ def flip(parking: Parking, sequence_id: int, page: int) -> None:
     host = parking._hosts[sequence_id]
     ((extent, _),) = host.stretches(page, page + 1)
     extent.slab.data[extent.first * parking._kv.page_bytes + 17] ^= 4
+
+
+def check_host_memory(parking: Parking) -> None:
+    """Every page of the arena that is in use belongs to somebody who is known, and no page to two."""
+    copies = [*parking._copies.values(), *parking._overdue.values()]
+    hosts = [*parking._hosts.values(), *parking._kept.values(), *(each.host for each in copies if each.host)]
+    owned = [(id(e.slab), page) for host in hosts for e in host.extents for page in range(e.first, e.first + e.count)]
+    assert len(owned) == len(set(owned)), "a page of host memory has two owners"
+    slabs = parking.arena._slabs
+    for slab in slabs:
+        assert slab.num_used + sum(count for _, count in slab.gaps) == slab.num_pages
+    assert sum(slab.num_used for slab in slabs) == len(owned), "a page of host memory has no owner"
+    num_pages = sum(slab.num_pages for slab in slabs) + parking.arena.growing_pages
+    assert num_pages * parking.page_bytes == parking.held_bytes, "held_bytes does not say what is held"
+
+
+def check_nothing_is_held(parking: Parking) -> None:
+    """No memory, no file, no copy and no note of a sequence that is gone."""
+    assert (parking.held_bytes, parking.disk_bytes) == (0, 0)
+    held = (parking._copies, parking._moves, parking._hosts, parking._kept, parking._files, parking._overdue)
+    assert not any(held) and not parking._queue
