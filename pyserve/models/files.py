@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
 from ..errors import ModelFileError
 
-# GGML type name -> (values in a block, bytes of a block); https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+# GGML type name -> (values in a block, bytes of a block)
 BLOCKS: dict[str, tuple[int, int]] = {
-    "F32": (1, 4),
-    "F16": (1, 2),
-    "BF16": (1, 2),
-    "Q8_0": (32, 34),
-    "Q4_0": (32, 18),
-    "Q4_1": (32, 20),
-    "Q5_0": (32, 22),
-    "Q5_1": (32, 24),
-    "Q4_K": (256, 144),
-    "Q5_K": (256, 176),
-    "Q6_K": (256, 210),
+    name: GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 }
 FLOAT_TYPES = ("F32", "F16", "BF16")
 
@@ -40,28 +34,42 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+@contextmanager
+def opening(path: Path) -> Iterator[None]:
+    """Around the mapping of `path`: what cannot be mapped ends in a ModelFileError."""
+    try:
+        size = path.stat().st_size
+        if not path.is_file():
+            fail(path, "is neither a file nor a folder")
+        if size == 0:
+            fail(path, "the file is empty")
+        yield
+    except OSError as error:
+        fail(path, f"cannot be read: {error.strerror or error}")
+
+
 class MappedFile:
     """A whole file mapped for reading. Pages that were read count as resident until they are released."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mapping: np.memmap[Any, np.dtype[np.uint8]]) -> None:
         self.path = path
-        if path.exists() and not path.is_file():
-            fail(path, "is neither a file nor a folder")
-        try:
-            with path.open("rb") as file:
-                self.size = file.seek(0, 2)
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self.size else None
-        except OSError as error:
-            fail(path, f"cannot be read: {error.strerror or error}")
-        if self._map is None:
-            fail(path, "the file is empty")
-        self.data: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)  # [size]
+        self.data: NDArray[np.uint8] = np.asarray(mapping)  # [size], a plain array: cheap to slice
+        self.size = self.data.size
+        base: object = mapping.base
+        assert isinstance(base, mmap.mmap), base
+        self._map = base
+
+    @classmethod
+    def open(cls, path: Path) -> MappedFile:
+        """Raises ModelFileError for what is no file, is empty or cannot be read."""
+        with opening(path):
+            return cls(path, np.memmap(path, mode="c"))
 
     def release(self, start: int, length: int) -> None:
         """Give back the whole pages inside [start, start + length); they are read again from the file when needed."""
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (start + length) // mmap.PAGESIZE * mmap.PAGESIZE
-        if self._map is not None and end > first and hasattr(self._map, "madvise"):
+        if end > first and hasattr(self._map, "madvise"):
             self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
 
 

@@ -53,7 +53,7 @@ def read_folder(path: Path) -> Folder:
     tensors: dict[str, FileTensor] = {}
     size_bytes = 0
     for name in _weight_files(path):
-        file = MappedFile(path / name)
+        file = MappedFile.open(path / name)
         size_bytes += file.size
         for key, tensor in _read_safetensors(file).items():
             if key in tensors:
