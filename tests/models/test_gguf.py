@@ -179,7 +179,7 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("content", "expected"), BROKEN)
+@pytest.mark.parametrize(("content", "expected"), BROKEN, ids=[expected for _, expected in BROKEN])
 def test_a_broken_file_is_named_in_one_line(tmp_path: Path, content: bytes, expected: str) -> None:
     (tmp_path / "broken.gguf").write_bytes(content)
     assert expected in error_of(tmp_path / "broken.gguf")
