@@ -25,7 +25,7 @@ from dataclasses import replace
 
 from pyserve import integrity, planner
 from pyserve.errors import Unavailable
-from pyserve.plan import Admission, Failure, Limits, Park, Plan, Restore, Row
+from pyserve.plan import Admission, Failure, Limits, Park, Plan, Restore, Rows
 from pyserve.policy import Policy
 from pyserve.pool import Pool
 from pyserve.prefix import PrefixCache
@@ -170,13 +170,13 @@ class Ledger:
         self._view.rotation_head = plan.rotation_head
         if plan.refused_rotation is not None:
             plan.refused_rotation.is_refusal_told = True
-        missing = self._residents.allocate_rows(plan.rows)
+        missing = self._residents.allocate_rows(plan.rows.sequences)
         if missing:
             plan = self._take_last_resort(plan, missing, now_ms)
         num_evicted = self._residents.num_evicted - num_evicted
         return plan if plan.num_evictions == num_evicted else replace(plan, num_evictions=num_evicted)
 
-    def step_done(self, rows: Iterable[Row], sampled: dict[int, int]) -> None:
+    def step_done(self, rows: Iterable[tuple[Sequence, int, int, bool]], sampled: dict[int, int]) -> None:
         """The step ran. `sampled`: the next token of each row that samples, by sequence id."""
         self._residents.step_done(rows, sampled)
 
@@ -395,9 +395,12 @@ class Ledger:
                 victim = max(self._view.running.values(), key=lambda each: (own(each.pages), each.id))
                 failures.append(Failure(victim, "pool_full"))
                 self.finish(victim, now_ms)
-            missing = self._residents.allocate_rows([row for row in plan.rows if row.sequence in missing])
+            missing = self._residents.allocate_rows([each for each in plan.rows.sequences if each in missing])
         dropped = {each.id for each in missing}
-        rows = tuple(row for row in plan.rows if row.sequence.state is State.RUNNING and row.sequence.id not in dropped)
+        rows = Rows()
+        for row in plan.rows.columns():
+            if row[0].state is State.RUNNING and row[0].id not in dropped:
+                rows.add(*row)
         is_freeing = bool(failures) or any(park.tier is Tier.RECOMPUTE for park in parks)
         must_wait = not rows and self._view.is_copying and not is_freeing
         return replace(plan, parks=tuple(parks), failures=tuple(failures), rows=rows, must_wait_for_copy=must_wait)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 if TYPE_CHECKING:
     from pyserve.sequence import Sequence, Tier
@@ -50,6 +52,50 @@ class Row(NamedTuple):
     start: int
     length: int
     samples: bool
+
+
+class Rows(Items[Row]):
+    """The rows of a step, kept as columns: every step plans hundreds of them, and a `Row` is made when somebody reads
+    it. `columns` is the quick way to read them all. Nobody but who makes them changes them.
+    """
+
+    __slots__ = ("lengths", "samples", "sequences", "starts")
+
+    def __init__(self, decoding: Iterable[Sequence] = ()) -> None:
+        """Decode rows of these sequences: one token each."""
+        self.sequences = list(decoding)
+        self.starts = [each.num_computed for each in self.sequences]
+        self.lengths = [1] * len(self.sequences)
+        self.samples = [True] * len(self.sequences)
+
+    def add(self, sequence: Sequence, start: int, length: int, samples: bool) -> None:
+        self.sequences.append(sequence)
+        self.starts.append(start)
+        self.lengths.append(length)
+        self.samples.append(samples)
+
+    def columns(self) -> Iterator[tuple[Sequence, int, int, bool]]:
+        """What a `Row` holds, row by row."""
+        return zip(self.sequences, self.starts, self.lengths, self.samples, strict=True)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __iter__(self) -> Iterator[Row]:
+        new = tuple.__new__  # past the named tuple's slow constructor
+        return (new(Row, each) for each in self.columns())
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        return list(self)[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rows) and list(self.columns()) == list(other.columns())
+
+    __hash__ = None  # type: ignore[assignment]  # like a list's
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +153,7 @@ class Plan:
     restores: tuple[Restore, ...] = ()
     admissions: tuple[Admission, ...] = ()
     failures: tuple[Failure, ...] = ()
-    rows: tuple[Row, ...] = ()
+    rows: Rows = field(default_factory=Rows)
     must_wait_for_copy: bool = False
     rotation_head: Sequence | None = None  # the parked one that room is made for; it comes back before all others
     refused_rotation: Sequence | None = None  # the parked head, once per park, when no tier could hold a second one

@@ -16,25 +16,27 @@ one that is not starved, then the one with the fewest pages of its own (R4). A s
 all its tokens and its runway fit beside the runway of those that run (R12a). That runway is longer than the one that
 relief keeps, by the same number of steps: otherwise the next step would park it again (R9).
 Sizes are capped by what a sequence can ever need, at most the pool: that is how the runway is waived for one that has
-the pool to itself (R8). Admission waits while a parked sequence does. The parked head that waits longer than the
-rotation delay gets room made for it (R7); a sequence is not rotated out before it ran for that delay.
+the pool to itself (R8). Admission waits while a parked sequence does; in a queue whose head does not fit, those that do
+go first until the head has waited for the rotation delay. The parked head that waits longer than that gets room made
+for it (R7); a sequence is not rotated out before it ran for that delay.
 
 Something always moves: the leader is never parked for pressure, its row comes first when pages are scarce, and once all
 others are parked and landed every page but its own is available to it.
 
-Not exact: pages that two victims of the same plan share are not counted as gained; the next plan sees them.
+Not exact: pages that two victims of the same plan share are not counted as gained; the next plan sees them. Deep in the
+waiting queue nobody looks at what a prompt shares, so that a long queue costs little.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
-from pyserve.plan import Admission, Failure, Park, ParkReason, Plan, Restore, Row
+from pyserve.plan import Admission, Failure, Park, ParkReason, Plan, Restore, Rows
 from pyserve.sequence import Sequence, Tier
 from pyserve.view import Room, View
 
-PASSED_ADMISSIONS = 4  # waiting sequences that are looked at behind one that does not fit
+NUM_SHARERS = 4  # of the waiting that are passed, looked at with what they share; those behind must fit without
 
 
 def plan(view: View, now_ms: float, room: Room) -> Plan:
@@ -50,12 +52,6 @@ def plan(view: View, now_ms: float, room: Room) -> Plan:
     if view.waiting and view.free_slots and not draft.is_restore_due:
         draft.admit()
     return draft.finish()
-
-
-def decode_rows(sequences: Iterable[Sequence]) -> list[Row]:
-    """One token each. Rows are made here in every step: past the named tuple's slow constructor."""
-    new = tuple.__new__
-    return [new(Row, (sequence, sequence.num_computed, 1, True)) for sequence in sequences]
 
 
 class _Draft:
@@ -218,23 +214,27 @@ class _Draft:
         return len(chain)
 
     def admit(self) -> None:
-        """First come, first served. A few smaller ones may pass the head that does not fit, until it is overdue."""
+        """First come, first served. Smaller ones may pass the head that does not fit, until it is overdue."""
         view = self._view
         slots = sorted(view.free_slots)
-        reserve = self._entry_reserve()
-        predicted = view.policy.predicted_tokens
+        predicted, max_passed = view.policy.predicted_tokens, view.policy.max_passed
+        room = self._available - self._entry_reserve()
         if predicted:
-            reserve += sum(self._predicted_growth(each, predicted) for each in view.running.values())
+            room -= sum(self._predicted_growth(each, predicted) for each in view.running.values())
         num_passed = 0
         for sequence in view.waiting:
-            if len(self._admissions) == len(slots) or num_passed > PASSED_ADMISSIONS:
+            if room <= 0 or len(self._admissions) == len(slots) or num_passed > max_passed:
                 return
+            if num_passed > NUM_SHARERS and len(sequence.tokens) > room * view.limits.page_size:
+                num_passed += 1  # it is a long queue that makes this loop long
+                continue
             if sequence.id in self._gone or view.is_behind_leader(sequence):
                 continue
             growth = self._predicted_growth(sequence, predicted) if predicted else 0
-            if self._cost(sequence, self._vacated) + growth <= self._available - reserve:
-                reserve += growth
+            if self._cost(sequence, self._vacated) + growth <= room:
+                available = self._available
                 num_cached = self._enter(sequence)
+                room -= available - self._available + growth
                 self._admissions.append(Admission(sequence, slots[len(self._admissions)], num_cached))
                 self._entered.append((sequence, num_cached * view.limits.page_size))
                 continue
@@ -266,33 +266,33 @@ class _Draft:
             restores=tuple(self._restores),
             admissions=tuple(self._admissions),
             failures=tuple(Failure(each, "never_fits") for each in self._view.oversized.values()),
-            rows=tuple(rows),
+            rows=rows,
             must_wait_for_copy=not rows and will_copy and not is_freeing,
             rotation_head=self._rotation_head,
             refused_rotation=self._refused,
         )
 
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> Rows:
         """Decode rows, then prompt chunks within `batch_tokens`."""
         view = self._view
         if not self._gone and self._debt <= self._available:
-            rows = decode_rows(view.decoding.values())
+            rows = Rows(view.decoding.values())
             if len(rows) < len(view.running) or self._entered:
                 self._add_chunks(rows, [each for each in view.running.values() if each.id not in view.decoding])
             return rows
         order = self._row_order()
-        rows = decode_rows(each for each in order if each.id in view.decoding)
+        rows = Rows(each for each in order if each.id in view.decoding)
         self._add_chunks(rows, [each for each in order if each.id not in view.decoding])
         return rows
 
-    def _add_chunks(self, rows: list[Row], prompts: list[Sequence]) -> None:
+    def _add_chunks(self, rows: Rows, prompts: list[Sequence]) -> None:
         budget = self._view.limits.batch_tokens
         for sequence, computed in [*((each, each.num_computed) for each in prompts), *self._entered]:
             if not budget:
                 return
             num_pending = len(sequence.tokens) - computed
             length = min(num_pending, budget)
-            rows.append(Row(sequence, computed, length, length == num_pending))
+            rows.add(sequence, computed, length, length == num_pending)
             budget -= length
 
     def _row_order(self) -> list[Sequence]:
@@ -319,12 +319,12 @@ class _Draft:
                 left -= needed
                 yield sequence
 
-    def _num_evictions(self, rows: list[Row]) -> int:
+    def _num_evictions(self, rows: Rows) -> int:
         num_free = self._view.pool.num_free
         if max(0, self._debt) + self._fresh <= num_free:
             return 0
         short = self._view.short
-        steps = sum(self._missing_pages(row.sequence) for row in rows if row.sequence.id in short) if short else 0
+        steps = sum(self._missing_pages(each) for each in rows.sequences if each.id in short) if short else 0
         return max(0, self._fresh + steps - num_free)
 
     def _missing_pages(self, sequence: Sequence) -> int:

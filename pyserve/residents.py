@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from pyserve.plan import Row
 from pyserve.prefix import Node
 from pyserve.sequence import Sequence, State
 from pyserve.view import View
@@ -58,12 +57,11 @@ class Residents:
         view.entry_debt += entry_debt - sequence.entry_debt
         sequence.debt, sequence.entry_debt = debt, entry_debt
 
-    def step_done(self, rows: Iterable[Row], sampled: Mapping[int, int]) -> None:
+    def step_done(self, rows: Iterable[tuple[Sequence, int, int, bool]], sampled: Mapping[int, int]) -> None:
         """The tokens of `rows` are computed; `sampled` has the next ones, by sequence id."""
         running = State.RUNNING
         decoding = self._view.decoding
-        for row in rows:
-            sequence, start, _, samples = row
+        for sequence, start, length, samples in rows:
             id = sequence.id
             if samples and id in decoding and id in sampled:  # the steady state, and all that it costs
                 tokens = sequence.tokens
@@ -72,12 +70,11 @@ class Residents:
                 if len(tokens) >= sequence.next_count_len:
                     self._count_pages(sequence)
             elif sequence.state is running:
-                self._advance(row, sampled.get(id) if samples else None)
+                self._advance(sequence, start + length, sampled.get(id) if samples else None)
 
-    def _advance(self, row: Row, token: int | None) -> None:
+    def _advance(self, sequence: Sequence, num_computed: int, token: int | None) -> None:
         """A prompt chunk, or a row whose token nobody wants."""
-        sequence = row.sequence
-        sequence.num_computed = row.start + row.length
+        sequence.num_computed = num_computed
         if token is not None:
             sequence.tokens.append(token)
         self._count_pages(sequence)
@@ -113,16 +110,16 @@ class Residents:
             node = self._view.cache.register(node, key, sequence.pages[node.depth])
         sequence.cache_node = node
 
-    def allocate_rows(self, rows: Iterable[Row]) -> list[Sequence]:
-        """Gives the sequences of `rows` their pages; a prompt's were reserved when it entered. Returns those that found
-        none.
+    def allocate_rows(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Gives `sequences`, which have rows, their pages; a prompt's were reserved when it entered. Returns those that
+        found none.
         """
         view, short = self._view, self._view.short
         if not short:
             return []
         missing: list[Sequence] = []
-        is_enough = view.debt <= view.pool.num_available  # for every one that is short: no need to look at all rows
-        for sequence in list(short.values()) if is_enough else [row[0] for row in rows if row[0].id in short]:
+        is_enough = view.debt <= view.pool.num_available  # for every one that is short: no need to look at all
+        for sequence in list(short.values()) if is_enough else [each for each in sequences if each.id in short]:
             needed = -(-len(sequence.tokens) // view.limits.page_size)
             if needed - len(sequence.pages) <= view.pool.num_available:
                 self._extend(sequence, needed)

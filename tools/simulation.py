@@ -209,17 +209,18 @@ class Simulation:
 
     def _step(self, plan: Plan) -> None:
         costs, outcome = self._costs, self.outcome
-        num_tokens = sum(row.length for row in plan.rows)
-        sampled = {row.sequence.id: 0 for row in plan.rows if row.samples}
+        rows = plan.rows
+        num_tokens = sum(rows.lengths)
+        sampled = {each.id: 0 for each, samples in zip(rows.sequences, rows.samples, strict=True) if samples}
         num_rows = len(sampled)
         step_ms = costs.step_ms + costs.row_ms * num_rows + costs.token_ms * (num_tokens - num_rows)
         self._now_ms += step_ms
         outcome.num_steps += 1
         outcome.held_page_ms += step_ms * self._ledger.held_pages
-        self._ledger.step_done(plan.rows, sampled)
+        self._ledger.step_done(rows.columns(), sampled)
         now_ms, last = self._now_ms, self._last_token_ms
         gaps: Counter[float] = Counter()  # most are one step
-        for sequence, _, _, samples in plan.rows:
+        for sequence, samples in zip(rows.sequences, rows.samples, strict=True):
             if samples:
                 if sequence.id in last:
                     gaps[now_ms - last[sequence.id]] += 1

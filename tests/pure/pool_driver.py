@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from pyserve.ledger import Ledger
-from pyserve.plan import Limits, Plan, Row
+from pyserve.plan import Limits, Plan, Row, Rows
 from pyserve.sequence import Sequence, State, Tier
 from pyserve.types import SamplingParams, SequenceRequest
 
@@ -203,7 +203,7 @@ class Driver:
         self.num_idle += 1
         assert self.num_idle < 3, f"nothing moves: {self.ledger.live()}"
 
-    def _step(self, rows: tuple[Row, ...]) -> None:
+    def _step(self, rows: Rows) -> None:
         assert len({row.sequence.id for row in rows}) == len(rows), "a sequence has two rows"
         chunks = [row.length for row in rows if row.sequence.num_pending > 1]
         assert sum(chunks) <= self.limits.batch_tokens, "more prompt tokens than a step takes"

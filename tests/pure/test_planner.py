@@ -135,6 +135,18 @@ def test_waiting_requests_are_admitted_in_order_and_small_ones_may_pass() -> Non
     assert len(driver.finished) == 4
 
 
+def test_one_far_behind_in_the_queue_passes_all_that_do_not_fit() -> None:
+    driver = driver_of(256, num_slots=3, rotation_delay_ms=1e9)
+    driver.submit([prompt(100)], 60)
+    driver.iterate()
+    bigs = [driver.submit([prompt(150, n)], 20)[0] for n in range(1, 41)]
+    small = driver.submit([prompt(20, 99)], 20)[0]
+    driver.iterate()
+    assert small.state is State.RUNNING and all(each.state is State.WAITING for each in bigs)
+    driver.run(5000)
+    assert [each.id for each in driver.finished if each in bigs] == [each.id for each in bigs], "in order among equals"
+
+
 def test_nobody_is_admitted_while_a_parked_one_waits() -> None:
     driver = driver_of(256, num_slots=3)
     driver.submit([prompt(120)], 100)
