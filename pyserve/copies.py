@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Hashable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
 
-from pyserve.disk_tier import ParkFile
-from pyserve.host_arena import Extent
 from pyserve.ops import CopyFailed, PageMismatch
+from pyserve.parked import Event, Parked
 from pyserve.sequence import Sequence, Tier
 
 log = logging.getLogger("pyserve.park")
 
 _SLOW_COPY_BYTES_PER_S = 100e6
 _SLOW_DISK_BYTES_PER_S = 5e6
-_SAMPLED = 8  # one page in so many is hashed with "sample"
-
-
-class Event(Protocol):
-    """What a copy stream or the disk tier gives for something that it does."""
-
-    @property
-    def copy_s(self) -> float: ...
-
-    def query(self) -> bool:
-        """Whether it is done. Never waits. Raises CopyFailed when it has ended and failed."""
-
-    def wait(self, timeout_s: float | None = None) -> bool: ...
 
 
 class Ending(Enum):
@@ -43,39 +29,9 @@ class Ending(Enum):
     MOVED = "moved"  # parked state went from memory to disk
 
 
-@dataclass(slots=True)
-class Host:
-    """Parked pages in the host arena, in the order of the sequence's pages."""
-
-    extents: list[Extent] = field(default_factory=list)
-    num_pages: int = 0
-    full_pages: int = 0  # leading pages that hold all their cells, so that they never change again (R23a)
-
-    def stretches(self, start: int, stop: int) -> list[tuple[Extent, int]]:
-        """The pages [start, stop) as extents, each with the number of its first page."""
-        found = []
-        number = 0
-        for extent in self.extents:
-            low, high = max(start, number), min(stop, number + extent.count)
-            if low < high:
-                found.append((Extent(extent.slab, extent.first + low - number, high - low), low))
-            number += extent.count
-        return found
-
-    def choose_hashes(self, start: int, verify: str, salt: int) -> None:
-        """Mark the pages from `start` on that are hashed on their way out. `salt` spreads a sample over the places."""
-        for extent, number in self.stretches(start, self.num_pages):
-            marks = extent.slab.hashes.numpy()[extent.first : extent.first + extent.count]
-            marks[:] = int(verify == "all")
-            if verify == "sample":
-                marks[(salt - number) % _SAMPLED :: _SAMPLED] = 1
-                if number + extent.count == self.num_pages:
-                    marks[-1] = 1
-
-
 @dataclass(eq=False, slots=True)
 class Copy:
-    """One sequence's way out of the pool, or back. It owns the memory or the file at its other end."""
+    """One sequence's way out of the pool, or back. It owns the state at its other end."""
 
     id: int
     sequence: Sequence
@@ -84,9 +40,10 @@ class Copy:
     num_bytes: int
     started_s: float
     deadline_s: float
-    host: Host | None = None
-    file: ParkFile | None = None
+    parked: Parked = field(default_factory=Parked)
     pages: Items[int] = ()  # of a park that waits for host memory: what to copy
+    chain: Items[Hashable] = ()  # and the keys of the leading ones that others may have, too
+    num_common: int = 0  # how many of them others hold now
     events: list[Event] = field(default_factory=list)
     is_queued: bool = False  # nothing is posted yet
     is_discarded: bool = False  # the sequence has ended

@@ -255,7 +255,8 @@ class Engine:
             now_ms = time.monotonic() * 1e3
             room = self._parking.free_pages()
             slow = self._transfers.rates.slow_tiers(time.monotonic())
-            plan = self._ledger.apply(self._ledger.plan(now_ms, room, self._parking.disk_free_pages(), slow), now_ms)
+            disk_room, spared = self._parking.disk_free_pages(), self._transfers.spared_pages
+            plan = self._ledger.apply(self._ledger.plan(now_ms, room, disk_room, slow, spared), now_ms)
             for admission in plan.admissions:
                 self._admitted(self._tasks[admission.sequence.id])
             for failure in plan.failures:

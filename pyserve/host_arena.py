@@ -36,6 +36,7 @@ _SMALLEST_SLAB = 1 << 20  # bytes
 _LARGEST_SLAB = 64 << 20
 _RESERVE_BYTES = 256 << 20  # left to the rest of the process when the machine, not the budget, is the limit
 _MEMORY_REFRESH_S = 1.0
+PROBE_BYTES = 8 << 20
 _RETRY_S = 10.0  # after a slab could not be had
 
 
@@ -239,6 +240,12 @@ class SlabMaker:
         self._device = device
         self.is_pinned = device.pins_memory  # until the system has refused to
 
+    def can_pin(self, most_bytes: int) -> bool:
+        """Found out with a slab of real size, at most so large, which is given back."""
+        if self.is_pinned:
+            self(min(most_bytes, PROBE_BYTES))
+        return self.is_pinned
+
     def __call__(self, num_bytes: int) -> torch.Tensor:
         slab = allocate_slab(num_bytes)
         if not self.is_pinned:
@@ -250,6 +257,20 @@ class SlabMaker:
             reason = str(error).split("\n", 1)[0]
             log.warning("%d bytes of host memory: %s; steps wait for parks and restores from now on", num_bytes, reason)
             return slab
+
+
+def split_extents(extents: list[Extent], num_pages: int) -> tuple[list[Extent], list[Extent]]:
+    """The first `num_pages` pages, and the rest."""
+    head: list[Extent] = []
+    for number, extent in enumerate(extents):
+        if extent.count > num_pages:
+            if num_pages:
+                head.append(Extent(extent.slab, extent.first, num_pages))
+            rest = Extent(extent.slab, extent.first + num_pages, extent.count - num_pages)
+            return head, [rest, *extents[number + 1 :]]
+        head.append(extent)
+        num_pages -= extent.count
+    return head, []
 
 
 def _unmap(slab: Slab) -> None:

@@ -19,7 +19,7 @@ can find no page, because the planner is off, wrong, or not allowed to park: tha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ from pyserve.errors import Unavailable
 from pyserve.plan import Admission, Failure, Limits, Park, Plan, Restore, Rows
 from pyserve.policy import Policy
 from pyserve.pool import Pool
-from pyserve.prefix import PrefixCache
+from pyserve.prefix import Node, PrefixCache
 from pyserve.residents import Residents
 from pyserve.sequence import Sequence, State, Tier, pass_leadership
 from pyserve.view import Room, View
@@ -125,6 +125,10 @@ class Ledger:
     def sequence_in_slot(self, slot: int) -> Sequence | None:
         return self._slots[slot]
 
+    def common_pages(self, sequence: Sequence) -> tuple[list[Node], int]:
+        """Its leading pages as the prompt cache knows them, and how many of them others hold or copy out as well."""
+        return self._view.cache.common(sequence.pages)
+
     # Arrivals
 
     def submit(self, sequences: List[Sequence]) -> None:
@@ -145,12 +149,17 @@ class Ledger:
     # One iteration
 
     def plan(
-        self, now_ms: float, host_free_pages: int, disk_free_pages: int = 0, slow: frozenset[Tier] = frozenset()
+        self,
+        now_ms: float,
+        host_free_pages: int,
+        disk_free_pages: int = 0,
+        slow: frozenset[Tier] = frozenset(),
+        spared_pages: Callable[[Sequence], int] = lambda sequence: 0,
     ) -> Plan:
         """What to do now; nothing is changed. Free pages: what the RAM tier and the disk tier could still take.
-        `slow`: tiers from which it takes longer to bring a page back than to compute it again.
+        `slow` and `spared_pages` as in `Room`.
         """
-        self._room = Room(self.limits.page_size, host_free_pages, disk_free_pages, slow)
+        self._room = Room(self.limits.page_size, host_free_pages, disk_free_pages, slow, spared_pages)
         for sequence in self._view.waiting:
             if not self._view.is_behind_leader(sequence):
                 if sequence.waiting_since_ms is None:

@@ -3,11 +3,13 @@
 Purpose. The ledger decides which sequence leaves the pool and to which tier; this file moves its bytes and says how
 that ended. It knows pages and bytes, not why.
 
-Structure. `Parking` has the state of every parked sequence: a `Host`, pages in the host arena, or a `ParkFile`, a file
-of the disk tier; and one `Copy` for each sequence on its way. A park into memory takes pages of the arena and posts
-copies to the copy stream; when the arena has to grow first, the park waits in `_queue`, its pages still its own, and
-the loop goes on. `landed()` is polled once per iteration, never waits, and is the only place that reports an ending,
-failures included: `park` and `restore` post, or note why they could not.
+Structure. `Parking` has the state of every parked sequence (parked.py) and one `Copy` for each sequence on its way; the
+copies are posted by tiers.py. A park into memory takes pages of the arena; when the arena has to grow first, the park
+waits in `_queue`, its pages still its own, and the loop goes on. `landed()` is polled once per iteration, never waits,
+and is the only place that reports an ending, failures included: `park` and `restore` note why they could not post.
+
+Common pages (R11). Leading pages that other residents hold, too, go to a block when the first of them is parked, and
+are not copied again with the others.
 
 Only what changed (R23a). When a sequence is resident again its host pages stay in `_kept`. The leading ones, which are
 full, will never change, so that the next park copies only those behind them. Kept pages count as free: they are
@@ -33,23 +35,24 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
-from pyserve.copies import Copy, Ending, FailedEvent, Host, Landed, slowest_s
-from pyserve.disk_tier import DiskTier, ParkFile, comb_table
+from pyserve.copies import Copy, Ending, FailedEvent, Landed, slowest_s
+from pyserve.disk_tier import DiskTier
 from pyserve.host_arena import HostArena, SlabMaker
 from pyserve.kv_store import KvStore
 from pyserve.ops import CopyStream
+from pyserve.parked import Blocks, Host, Parked
 from pyserve.sequence import Sequence, Tier
+from pyserve.tiers import Tiers
 
 __all__ = ["Ending", "Landed", "Parking"]
 
 log = logging.getLogger("pyserve.park")
 
 _DEADLINE_S = 60.0
-PROBE_BYTES = 8 << 20
 
 
 class Parking:
@@ -69,14 +72,11 @@ class Parking:
         self.make_slab = SlabMaker(kv.device)
         self.arena = HostArena(kv.page_bytes, budget_bytes, self.make_slab)
         self.disk = disk
+        self.tiers = Tiers(kv, self.arena, stream or kv.device.copy_stream(), disk, verify)
         self.deadline_s = deadline_s
         self._kv = kv
-        self._page_size = kv.tensor.shape[4]
-        self._stream = stream or kv.device.copy_stream()
-        self._verify = verify
-        self._hosts: dict[int, Host] = {}  # parked in memory, by sequence id
-        self._files: dict[int, ParkFile] = {}  # parked on disk
-        self._kept: dict[int, Host] = {}  # of sequences that are resident again, oldest first
+        self._parked: dict[int, Parked] = {}  # by sequence id
+        self._kept: dict[int, Parked] = {}  # of sequences that are resident again, oldest first
         self._copies: dict[int, Copy] = {}  # one at most for each sequence, by its id
         self._moves: dict[int, Copy] = {}  # from memory to disk, by sequence id; the host pages stay until it has ended
         self._queue: list[Copy] = []  # those of them that wait for host memory, first come first
@@ -93,10 +93,7 @@ class Parking:
 
     def can_pin(self) -> bool:
         """Whether parked pages get pinned memory: found out with a slab of real size, which is given back."""
-        if not self.make_slab.is_pinned or not self.arena.budget_bytes:
-            return False
-        self.make_slab(min(self.arena.budget_bytes, PROBE_BYTES))
-        return self.make_slab.is_pinned
+        return self.arena.budget_bytes > 0 and self.make_slab.can_pin(self.arena.budget_bytes)
 
     @property
     def page_bytes(self) -> int:
@@ -121,7 +118,7 @@ class Parking:
 
     def free_pages(self) -> int:
         """Pages that may still be parked in memory."""
-        kept = sum(host.num_pages for host in self._kept.values())
+        kept = sum(each.num_pages for each in self._kept.values()) + self.tiers.blocks.kept_pages()
         return max(0, self.arena.free_pages(time.monotonic()) + kept - self._queued_pages())
 
     def disk_free_pages(self) -> int:
@@ -130,11 +127,9 @@ class Parking:
 
     def parked_bytes(self, sequence: Sequence) -> int:
         """Bytes held for one parked sequence; 0 when nothing is."""
-        parked = self._hosts.get(sequence.id) or self._files.get(sequence.id)
         copy = self._copies.get(sequence.id)
-        if parked is None and copy is not None:
-            parked = copy.host or copy.file
-        return 0 if parked is None else parked.num_pages * self._kv.page_bytes
+        parked = self._parked.get(sequence.id, None if copy is None else copy.parked)
+        return 0 if parked is None else parked.total_pages * self._kv.page_bytes
 
     # Out and back
 
@@ -146,19 +141,30 @@ class Parking:
             now_s = time.monotonic()
             self.arena.grow(min(wanted, self.arena.free_pages(now_s)), now_s)
 
-    def park(self, sequence: Sequence, pages: Items[int], tier: Tier = Tier.RAM) -> None:
-        """Post the copy of `pages`, all that the sequence has computed, to memory or disk."""
+    def park(
+        self,
+        sequence: Sequence,
+        pages: Items[int],
+        tier: Tier = Tier.RAM,
+        *,
+        chain: Items[Hashable] = (),
+        num_common: int = 0,
+    ) -> None:
+        """Post the copy of `pages`, all that the sequence has computed, to memory or disk.
+
+        `chain`: keys of the leading pages that others may have as well. The first `num_common` are held by others now.
+        """
         copy = self._new_copy(sequence, tier, len(pages), is_restore=False)
-        kept = self._kept.pop(sequence.id, None)
+        kept = self._unkeep(sequence.id)
         if tier is Tier.DISK:
-            self._release(kept)
-            assert self.disk is not None
-            copy.file, event = self.disk.write(pages, is_hashed=self._verify != "off")
-            copy.num_bytes = len(pages) * self._kv.page_bytes
-            copy.events = [event]
+            self.tiers.release(kept)
+            self.tiers.park_on_disk(copy, pages, chain, num_common)
             return
-        copy.host = kept or Host()
+        copy.parked = kept or Parked(host=Host())
         copy.pages = pages
+        if kept is None:
+            copy.chain, copy.num_common = chain, num_common
+            self.tiers.use_blocks(copy)
         missing = self._missing_pages(copy)
         if self._make_room(missing):
             copy.is_queued = True
@@ -173,44 +179,42 @@ class Parking:
         False when there is nothing to copy: the sequence is resident at once.
         """
         self._call_off_move(sequence)
-        tier = Tier.DISK if sequence.id in self._files else Tier.RAM
+        parked = self._parked.pop(sequence.id, None)
+        tier = Tier.RAM if parked is None or parked.is_in_memory else Tier.DISK
         copy = self._new_copy(sequence, tier, len(pages), is_restore=True)
-        copy.file = self._files.pop(sequence.id, None)
-        copy.host = self._hosts.pop(sequence.id, None)
-        parked = copy.host or copy.file
         if parked is None:
             copy.events = [FailedEvent(LookupError("there is no parked state"))]
             return True
-        wanted = pages[cached_pages : parked.num_pages]
-        copy.num_bytes = len(wanted) * self._kv.page_bytes
-        if not wanted:
+        copy.parked = parked
+        copy.num_bytes = max(0, parked.total_pages - cached_pages) * self._kv.page_bytes
+        if not copy.num_bytes:
             del self._copies[sequence.id]
             self._resident(copy)
             return False
-        if copy.file is not None:
-            assert self.disk is not None
-            copy.events = [self.disk.read(copy.file, wanted, cached_pages)]
-        else:
-            self._post(copy, pages, cached_pages, parked.num_pages)
+        self.tiers.restore(copy, pages, cached_pages)
         return True
 
     @property
     def is_room_wanted(self) -> bool:
         """Memory will not take the next park, the disk can take one of those that lie there, and nothing is moving."""
-        if self.disk is None or self._moves or not self._hosts:
+        if self.disk is None or self._moves or not self._parked:
             return False
         wanted = min(self._spare_pages, self.arena.budget_bytes // self._kv.page_bytes // 2)
         return self.free_pages() < wanted <= self.disk_free_pages()
 
+    def can_move(self, sequence: Sequence) -> bool:
+        """Whether it has pages of its own in memory."""
+        parked = self._parked.get(sequence.id)
+        return parked is not None and parked.host is not None and parked.num_pages > 0
+
     def move_to_disk(self, sequence: Sequence) -> None:
-        """Post the move of a sequence parked in memory; until it has ended the memory still counts."""
-        host = self._hosts[sequence.id]
-        assert self.disk is not None
+        """Post the move of what a sequence alone has in memory; until it has ended the memory still counts."""
+        host = self._parked[sequence.id].host
+        assert self.disk is not None and host is not None
         file, event = self.disk.write_extents([extent for extent, _ in host.stretches(0, host.num_pages)])
-        now_s = time.monotonic()
         num_bytes = host.num_pages * self._kv.page_bytes
-        deadline_s = now_s + self.deadline_s + slowest_s(Tier.DISK, num_bytes)
-        move = Copy(next(self._copy_ids), sequence, Tier.DISK, False, num_bytes, now_s, deadline_s, file=file)
+        move = self._copy(sequence, Tier.DISK, num_bytes, num_bytes, is_restore=False)
+        move.parked.file = file
         move.events = [event]
         self._moves[sequence.id] = move
 
@@ -220,9 +224,8 @@ class Parking:
             if copy := self._copies.get(sequence.id):
                 copy.is_discarded = True
             self._call_off_move(sequence)
-            self._release(self._hosts.pop(sequence.id, None))
-            self._release(self._kept.pop(sequence.id, None))
-            self._drop_file(self._files.pop(sequence.id, None))
+            self.tiers.release(self._parked.pop(sequence.id, None))
+            self.tiers.release(self._unkeep(sequence.id))
 
     def landed(self) -> list[Landed]:
         """The copies that have ended, or are overdue, since the last call. Never waits."""
@@ -258,32 +261,36 @@ class Parking:
     def close(self) -> None:
         """Wait for every copy, at most `deadline_s`, then stop the tiers. No memory of a copy at work is given back."""
         for copy in (*self._copies.values(), *self._overdue.values()):
-            if copy.file is not None:
-                copy.file.is_dropped = True
+            for place in (copy.parked, *(share.block for share in copy.parked.shares)):
+                if place.file is not None:
+                    place.file.is_dropped = True
             copy.wait(self.deadline_s)
             if not copy.is_queued and copy.ending(float("-inf")) is None:
                 log.error("the copy of sequence %d never ended; its memory stays taken", copy.sequence.id)
                 return
         if self.disk is not None:
             self.disk.close()
-        self._stream.close()
-        for held in (self._copies, self._moves, self._hosts, self._kept, self._files, self._overdue, self._queue):
+        self.tiers.stream.close()
+        for held in (self._copies, self._moves, self._parked, self._kept, self._overdue, self._queue):
             held.clear()
+        self.tiers.blocks = Blocks()
         self.arena.close()
 
     # Parts
 
     def _new_copy(self, sequence: Sequence, tier: Tier, num_pages: int, *, is_restore: bool) -> Copy:
-        now_s = time.monotonic()
-        num_bytes = num_pages * self._kv.page_bytes + sum(copy.num_bytes for copy in self._copies.values())
-        deadline_s = now_s + self.deadline_s + slowest_s(tier, num_bytes)
-        copy = Copy(next(self._copy_ids), sequence, tier, is_restore, 0, now_s, deadline_s)
-        self._copies[sequence.id] = copy
+        num_ahead = num_pages * self._kv.page_bytes + sum(copy.num_bytes for copy in self._copies.values())
+        copy = self._copies[sequence.id] = self._copy(sequence, tier, 0, num_ahead, is_restore=is_restore)
         return copy
 
+    def _copy(self, sequence: Sequence, tier: Tier, num_bytes: int, num_ahead: int, *, is_restore: bool) -> Copy:
+        """A copy that has time enough for `num_ahead` bytes."""
+        now_s = time.monotonic()
+        deadline_s = now_s + self.deadline_s + slowest_s(tier, num_ahead)
+        return Copy(next(self._copy_ids), sequence, tier, is_restore, num_bytes, now_s, deadline_s)
+
     def _missing_pages(self, copy: Copy) -> int:
-        assert copy.host is not None
-        return max(0, len(copy.pages) - copy.host.num_pages)
+        return max(0, len(copy.pages) - copy.parked.total_pages)
 
     def _queued_pages(self) -> int:
         return sum(self._missing_pages(copy) for copy in self._queue)
@@ -295,29 +302,20 @@ class Parking:
         while not self.arena.grow(wanted, now_s):
             if not self._kept:
                 return False
-            self._release(self._kept.pop(next(iter(self._kept))))
+            self.tiers.release(self._unkeep(next(iter(self._kept))))
         return True
 
     def _post_queued(self) -> None:
         while self._queue:
             copy = self._queue[0]
-            assert copy.host is not None
             if not copy.is_discarded:
+                self.tiers.use_blocks(copy)  # those that came before it in the queue have made some
                 extents = self.arena.take(self._missing_pages(copy))
                 if extents is None:
                     return
-                copy.host.extents += extents
-                copy.host.num_pages = max(copy.host.num_pages, len(copy.pages))
+                self.tiers.park_in_memory(copy, extents)
             del self._queue[0]
             copy.is_queued = False
-            if copy.is_discarded:
-                continue
-            start = min(copy.host.full_pages, len(copy.pages))
-            copy.host.choose_hashes(start, self._verify, copy.sequence.id)
-            copy.num_bytes = (len(copy.pages) - start) * self._kv.page_bytes
-            copy.host.full_pages = copy.sequence.num_computed // self._page_size
-            self._post(copy, copy.pages, start, len(copy.pages))
-            copy.pages = ()
 
     def _fail_queued(self) -> None:
         """The arena could not grow: those that still find no room will not wait for it."""
@@ -329,36 +327,21 @@ class Parking:
                 copy.is_queued = False
                 copy.events = [FailedEvent(MemoryError("host memory could not be had"))]
 
-    def _post(self, copy: Copy, pages: Items[int], start: int, stop: int) -> None:
-        """One copy for each stretch of host memory. What cannot be posted is noted, and what is posted runs out."""
-        assert copy.host is not None
-        for extent, number in copy.host.stretches(start, stop):
-            table = comb_table(pages[number : number + extent.count], extent.first)
-            hashes = None if self._verify == "off" else extent.slab.hashes
-            try:
-                event = self._stream.copy_pages(
-                    self._kv.tensor, extent.slab.data, table, to_host=not copy.is_restore, hashes=hashes
-                )
-            except (RuntimeError, ValueError, MemoryError) as error:
-                copy.events.append(FailedEvent(error))
-                return
-            copy.events.append(event)
-
     def _land(self, copy: Copy, ending: Ending, now_s: float) -> Landed:
         del self._copies[copy.sequence.id]
         if copy in self._queue:
             self._queue.remove(copy)
+        if ending is not Ending.DONE:
+            for share in copy.parked.shares:
+                self.tiers.blocks.forget(share.block)  # it may be what went wrong
         if ending is Ending.OVERDUE:
             self._overdue[copy.id] = copy
         elif ending is not Ending.DONE or copy.is_discarded:
-            self._release(copy.host)
-            self._drop_file(copy.file)
+            self.tiers.release(copy.parked)
         elif copy.is_restore:
             self._resident(copy)
-        elif copy.host is not None:
-            self._hosts[copy.sequence.id] = copy.host
-        elif copy.file is not None:
-            self._files[copy.sequence.id] = copy.file
+        else:
+            self._parked[copy.sequence.id] = copy.parked
         if self.disk is not None and copy.tier is Tier.DISK and ending is not Ending.DONE and not copy.is_discarded:
             self.disk.failed(now_s)
         return self._report(copy, ending, now_s)
@@ -367,8 +350,7 @@ class Parking:
         late = [copy for copy in self._overdue.values() if copy.ending(float("-inf")) is not None]
         for copy in late:
             del self._overdue[copy.id]
-            self._release(copy.host)
-            self._drop_file(copy.file)
+            self.tiers.release(copy.parked)
         return [self._report(copy, Ending.LATE, now_s) for copy in late]
 
     def _moved(self, now_s: float) -> list[Landed]:
@@ -378,12 +360,13 @@ class Parking:
             if ending is None:
                 continue
             del self._moves[move.sequence.id]
-            if ending is Ending.DONE and move.file is not None:
-                self._release(self._hosts.pop(move.sequence.id))
-                self._files[move.sequence.id] = move.file
+            if ending is Ending.DONE:
+                parked = self._parked[move.sequence.id]
+                self.tiers.empty(parked)
+                parked.file = move.parked.file
                 moved.append(self._report(move, Ending.DONE, now_s))
             else:
-                self._drop_file(move.file)
+                self.tiers.release(move.parked)
                 assert self.disk is not None
                 self.disk.failed(now_s)
                 log.warning("sequence %d stays in memory, for the disk failed: %s", move.sequence.id, move.error)
@@ -391,7 +374,7 @@ class Parking:
 
     def _call_off_move(self, sequence: Sequence) -> None:
         if move := self._moves.pop(sequence.id, None):
-            self._drop_file(move.file)
+            self.tiers.release(move.parked)
 
     def _report(self, copy: Copy, ending: Ending, now_s: float) -> Landed:
         copy_ms = (now_s - copy.started_s) * 1e3
@@ -401,15 +384,17 @@ class Parking:
         )
 
     def _resident(self, copy: Copy) -> None:
-        """The sequence is back: its host pages are kept for the next park."""
-        if copy.host is not None:
-            self._kept[copy.sequence.id] = copy.host
-        self._drop_file(copy.file)
+        """The sequence is back: what it has in memory is kept for the next park."""
+        if not copy.parked.is_in_memory:
+            self.tiers.release(copy.parked)
+            return
+        self._kept[copy.sequence.id] = copy.parked
+        for share in copy.parked.shares:
+            share.block.num_kept += 1
 
-    def _release(self, host: Host | None) -> None:
-        if host is not None:
-            self.arena.give_back(host.extents, time.monotonic())
-
-    def _drop_file(self, file: ParkFile | None) -> None:
-        if file and self.disk:
-            self.disk.drop(file)
+    def _unkeep(self, sequence_id: int) -> Parked | None:
+        """What is kept of a sequence, to be used or given back."""
+        kept = self._kept.pop(sequence_id, None)
+        for share in kept.shares if kept is not None else ():
+            share.block.num_kept -= 1
+        return kept

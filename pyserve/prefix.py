@@ -62,6 +62,19 @@ class PrefixCache:
             node = child
         return chain
 
+    def common(self, pages: Iterable[int]) -> tuple[list[Node], int]:
+        """The nodes of a sequence's leading pages, as far as they are known, and how many of them others hold, or copy
+        out, as well.
+        """
+        nodes = []
+        for page in pages:
+            node = self._nodes.get(page)
+            if node is None:
+                break
+            nodes.append(node)
+        users = (self._pool.holders[node.page] + self._pool.readers[node.page] for node in nodes)
+        return nodes, next((number for number, count in enumerate(users) if count < 2), len(nodes))
+
     def num_shared(self, tokens: Sequence[int], max_pages: int, vacated: Container[int]) -> int:
         """How many pages of that chain some sequence goes on holding, so that sharing them costs no room.
 

@@ -15,7 +15,7 @@ from pyserve.ledger import Ledger
 from pyserve.park import Ending, Landed, Parking
 from pyserve.plan import Park, Restore
 from pyserve.rates import Rates
-from pyserve.sequence import Tier
+from pyserve.sequence import Sequence, Tier
 from pyserve.task import Task
 from pyserve.types import Counters, Event, Preempted, Resumed
 
@@ -56,6 +56,11 @@ class Transfers:
         for restore in restores:
             self._start_restore(restore)
 
+    def spared_pages(self, sequence: Sequence) -> int:
+        """Pages that a park of it into memory would not copy, since another park has (R11)."""
+        tiers = self._parking.tiers
+        return tiers.common_pages(self._ledger.common_pages(sequence)[0]) if tiers.blocks else 0
+
     def recover(self) -> None:
         """The engine failed between a plan and its copies, and everybody has ended: nobody waits for what is not
         under way.
@@ -80,7 +85,7 @@ class Transfers:
 
     def _move_one_to_disk(self) -> None:
         """The one that comes back last."""
-        in_memory = [each for each in self._ledger.parked() if each.tier is Tier.RAM]
+        in_memory = [each for each in self._ledger.parked() if self._parking.can_move(each)]
         if in_memory and Tier.DISK not in self.rates.slow_tiers(time.monotonic()):
             self._parking.move_to_disk(in_memory[-1])
 
@@ -137,7 +142,9 @@ class Transfers:
         self._post(task, Preempted(sequence.index))
         if park.tier.is_copy:
             num_pages = -(-sequence.num_computed // self._page_size)
-            self._parking.park(sequence, sequence.pages[:num_pages], park.tier)
+            chain, num_common = self._ledger.common_pages(sequence)
+            pages = sequence.pages[:num_pages]
+            self._parking.park(sequence, pages, park.tier, chain=chain, num_common=num_common)
         else:
             self._parking.discard([sequence])  # what is kept of an earlier park
             task.log_park(park.tier, 0, 0.0, self._ledger.free_pages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from pyserve.plan import Limits
@@ -15,19 +16,22 @@ from pyserve.sequence import Sequence, Tier
 @dataclass(slots=True)
 class Room:
     """Pages that the tiers could still take (R22, R23). `slow`: tiers from which a page comes back more slowly than it
-    is computed again.
+    is computed again. `spared_pages`: how many of a sequence's pages lie in memory already, for others (R11).
     """
 
     page_size: int
     ram_pages: int
     disk_pages: int = 0
     slow: frozenset[Tier] = frozenset()
+    spared_pages: Callable[[Sequence], int] = lambda sequence: 0
 
     def tier_of(self, sequence: Sequence) -> tuple[Tier, int]:
         """The tier that takes it, best first, and the pages it takes there. Nothing computed is nothing to copy."""
         num_pages = -(-sequence.num_computed // self.page_size)
-        if 0 < num_pages <= self.ram_pages and Tier.RAM not in self.slow:
-            return Tier.RAM, num_pages
+        if num_pages and Tier.RAM not in self.slow:
+            is_room = num_pages <= self.ram_pages or num_pages - self.spared_pages(sequence) <= self.ram_pages
+            if is_room:
+                return Tier.RAM, num_pages
         if 0 < num_pages <= self.disk_pages and Tier.DISK not in self.slow:
             return Tier.DISK, num_pages
         return Tier.RECOMPUTE, 0

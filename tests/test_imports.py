@@ -22,7 +22,7 @@ LAYERS = (
     ("planner", "integrity", "residents"),
     ("ledger", "rates"),
     ("ops",),
-    ("models", "sampler", "kv_store", "host_arena", "disk_tier", "copies", "park"),
+    ("models", "sampler", "kv_store", "host_arena", "disk_tier", "parked", "copies", "tiers", "park"),
     ("runner",),
     ("generation",),
     ("task",),

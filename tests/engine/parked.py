@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 import torch
 
@@ -70,7 +71,8 @@ def round_trip(parking: Parking, kv: KvStore, sequence: Sequence, pages: list[in
 
 def flip(parking: Parking, sequence_id: int, page: int) -> None:
     """One bit of a parked page."""
-    host = parking._hosts[sequence_id]
+    host = parking._parked[sequence_id].host
+    assert host is not None
     ((extent, _),) = host.stretches(page, page + 1)
     extent.slab.data[extent.first * parking._kv.page_bytes + 17] ^= 4
 
@@ -78,7 +80,11 @@ def flip(parking: Parking, sequence_id: int, page: int) -> None:
 def check_host_memory(parking: Parking) -> None:
     """Every page of the arena that is in use belongs to somebody who is known, and no page to two."""
     copies = [*parking._copies.values(), *parking._overdue.values()]
-    hosts = [*parking._hosts.values(), *parking._kept.values(), *(each.host for each in copies if each.host)]
+    states = [*parking._parked.values(), *parking._kept.values(), *(each.parked for each in copies)]
+    users = Counter(share.block for state in states for share in state.shares)
+    assert all(block.num_users == count for block, count in users.items()), "a block counts its users wrongly"
+    assert parking.tiers.blocks._blocks <= users.keys(), "nobody uses a block"
+    hosts = [place.host for place in (*states, *users) if place.host is not None]
     owned = [(id(e.slab), page) for host in hosts for e in host.extents for page in range(e.first, e.first + e.count)]
     assert len(owned) == len(set(owned)), "a page of host memory has two owners"
     slabs = parking.arena._slabs
@@ -92,5 +98,5 @@ def check_host_memory(parking: Parking) -> None:
 def check_nothing_is_held(parking: Parking) -> None:
     """No memory, no file, no copy and no note of a sequence that is gone."""
     assert (parking.held_bytes, parking.disk_bytes) == (0, 0)
-    held = (parking._copies, parking._moves, parking._hosts, parking._kept, parking._files, parking._overdue)
-    assert not any(held) and not parking._queue
+    held = (parking._copies, parking._moves, parking._parked, parking._kept, parking._overdue, parking._queue)
+    assert not any(held) and not parking.tiers.blocks

@@ -62,8 +62,8 @@ class Crowd:
         self.clients: list[Generation] = []
         self.num_requests = 0
         parking = engine._parking
-        parking._stream.close()
-        parking._stream = self.stream  # type: ignore[assignment]
+        parking.tiers.stream.close()
+        parking.tiers.stream = self.stream  # type: ignore[assignment]
         parking.arena.allocate = self.memory
 
     async def act(self, action: str, number: int) -> None:

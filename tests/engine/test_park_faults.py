@@ -46,8 +46,8 @@ def broken(
 
     def prepare(engine: Engine) -> None:
         stream = FaultyStream(fault)
-        engine._parking._stream.close()
-        engine._parking._stream = stream  # type: ignore[assignment]
+        engine._parking.tiers.stream.close()
+        engine._parking.tiers.stream = stream  # type: ignore[assignment]
         engine._parking.deadline_s = deadline_s
         streams.append(stream)
 

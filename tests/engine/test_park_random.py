@@ -100,7 +100,7 @@ class World:
             assert self.parking.restore(sequence, list(self.pages[sequence]), cached_pages=0)
 
     def move(self) -> None:
-        in_memory = [each for each in self.parked if each.id in self.parking._hosts]
+        in_memory = [each for each in self.parked if self.parking.can_move(each)]
         if in_memory and not self.parking._moves:
             self.parking.move_to_disk(min(in_memory, key=lambda each: each.id))
 
@@ -244,8 +244,8 @@ def test_random_workloads_with_every_tier_and_faults_match_solo_runs(
         parking = engine._parking
         parking.arena.budget_bytes = source.choice([0, 8, 40, 1000]) * engine.info.page_bytes
         faulty = FaultyStream(lambda number, to_host: source.choice([None] * 6 + ["refuse", "fail", "query", "hang"]))
-        parking._stream.close()
-        parking._stream = faulty  # type: ignore[assignment]
+        parking.tiers.stream.close()
+        parking.tiers.stream = faulty  # type: ignore[assignment]
         assert parking.disk is not None
         parking.disk._stream = faulty.real
         parking.deadline_s = 0.05
