@@ -31,7 +31,7 @@ from pyserve.pool import Pool
 from pyserve.prefix import Node, PrefixCache
 from pyserve.residents import Residents
 from pyserve.sequence import Sequence, State, Tier, pass_leadership
-from pyserve.view import Room, View
+from pyserve.view import Room, View, none_spared
 
 __all__ = ["Ledger", "Limits"]
 
@@ -154,7 +154,7 @@ class Ledger:
         host_free_pages: int,
         disk_free_pages: int = 0,
         slow: frozenset[Tier] = frozenset(),
-        spared_pages: Callable[[Sequence], int] = lambda sequence: 0,
+        spared_pages: Callable[[Sequence], int] = none_spared,
     ) -> Plan:
         """What to do now; nothing is changed. Free pages: what the RAM tier and the disk tier could still take.
         `slow` and `spared_pages` as in `Room`.

@@ -13,6 +13,11 @@ from pyserve.prefix import PrefixCache
 from pyserve.sequence import Sequence, Tier
 
 
+def none_spared(sequence: Sequence) -> int:
+    """Every park copies all pages of its sequence."""
+    return 0
+
+
 @dataclass(slots=True)
 class Room:
     """Pages that the tiers could still take (R22, R23). `slow`: tiers from which a page comes back more slowly than it
@@ -23,7 +28,7 @@ class Room:
     ram_pages: int
     disk_pages: int = 0
     slow: frozenset[Tier] = frozenset()
-    spared_pages: Callable[[Sequence], int] = lambda sequence: 0
+    spared_pages: Callable[[Sequence], int] = none_spared
 
     def tier_of(self, sequence: Sequence) -> tuple[Tier, int]:
         """The tier that takes it, best first, and the pages it takes there. Nothing computed is nothing to copy."""
