@@ -21,7 +21,7 @@ Not handled here: which page to evict (prefix.py), whom to park (planner.py), th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
 
@@ -106,12 +106,14 @@ class Pool:
         """The prompt cache knows this page, which a sequence holds."""
         self.is_cached[page] = True
 
-    def evict(self, page: int) -> None:
-        """The prompt cache forgets this page, which nobody else holds."""
-        assert self.is_cached[page] and not self.holders[page] and not self.readers[page], f"page {page} is in use"
-        self.is_cached[page] = False
-        self.num_cached -= 1
-        self._free(page)
+    def evict(self, pages: list[int]) -> None:
+        """The prompt cache forgets these pages, which nobody else holds."""
+        for page in pages:
+            assert self.is_cached[page] and not self.holders[page] and not self.readers[page], f"page {page} is in use"
+            self.is_cached[page] = False
+        self.num_cached -= len(pages)
+        for start, length in _runs(pages):
+            self._free(start, length)
 
     def num_own(self, pages: list[int]) -> int:
         """How many of a sequence's pages no other sequence uses. O(log n): who shares a page shares all before it."""
@@ -132,7 +134,7 @@ class Pool:
             self.num_cached += 1
             return True
         else:
-            self._free(page)
+            self._free(page, 1)
         return False
 
     def _leave_condition(self, page: int) -> None:
@@ -161,17 +163,16 @@ class Pool:
         if offset + count < length:
             self._add_gap(first + count, length - offset - count)
 
-    def _free(self, page: int) -> None:
-        self.num_free += 1
-        start, length = page, 1
-        before = self._gap_start.pop(page, None)
+    def _free(self, start: int, length: int) -> None:
+        self.num_free += length
+        before = self._gap_start.pop(start, None)
+        behind = self._gap_len.pop(start + length, None)
+        if behind is not None:
+            del self._gap_start[start + length + behind]
+            length += behind
         if before is not None:
             length += self._gap_len.pop(before)
             start = before
-        behind = self._gap_len.pop(page + 1, None)
-        if behind is not None:
-            del self._gap_start[page + 1 + behind]
-            length += behind
         self._add_gap(start, length)
 
     def _add_gap(self, start: int, length: int) -> None:
@@ -196,3 +197,16 @@ class Pool:
             leaving += not holders and readers > 0
         assert cached == self.num_cached, f"num_cached is {self.num_cached}, counted {cached}"
         assert leaving == self.num_leaving, f"num_leaving is {self.num_leaving}, counted {leaving}"
+
+
+def _runs(pages: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Start and length of each run of adjacent pages, in any order of them."""
+    start = end = -1
+    for page in sorted(pages):
+        if page != end:
+            if end > start:
+                yield start, end - start
+            start = page
+        end = page + 1
+    if end > start:
+        yield start, end - start

@@ -16,7 +16,7 @@ that nobody holds, and entries that no longer describe it are dropped when they 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heappushpop
 
 from pyserve.pool import Pool
 
@@ -117,21 +117,32 @@ class PrefixCache:
             if not node.children:
                 self._offer(node)
 
-    def evict(self) -> int:
-        """Frees the least recently used page that nobody holds. There must be one. Returns the page."""
+    def evict(self, count: int = 1) -> list[int]:
+        """Frees the `count` least recently used pages that nobody holds. There must be so many. Returns the pages."""
+        nodes, leaves, root = self._nodes, self._leaves, self.root
+        pages: list[int] = []
+        entry = heappop(leaves)
         while True:
-            last_use, page = heappop(self._leaves)
-            node = self._nodes.get(page)
+            last_use, page = entry
+            node = nodes.get(page)
+            parent = None
             if node is not None and node.last_use == last_use and not node.children and self._is_unheld(page):
+                parent = node.parent
+                assert parent is not None
+                del parent.children[node.key], nodes[page]
+                pages.append(page)
+            is_leaf = parent is not None and parent is not root and not parent.children
+            if parent is not None and is_leaf and self._is_unheld(parent.page):
+                if len(pages) == count:
+                    self._offer(parent)
+                    break
+                entry = heappushpop(leaves, (parent.last_use, parent.page))
+            elif len(pages) == count:
                 break
-        parent = node.parent
-        assert parent is not None
-        del parent.children[node.key]
-        del self._nodes[page]
-        self._pool.evict(page)
-        if parent is not self.root and not parent.children and self._is_unheld(parent.page):
-            self._offer(parent)
-        return page
+            else:
+                entry = heappop(leaves)
+        self._pool.evict(pages)
+        return pages
 
     def _is_unheld(self, page: int) -> bool:
         return not self._pool.holders[page] and not self._pool.readers[page]

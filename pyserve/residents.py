@@ -90,9 +90,8 @@ class Residents:
         if count <= 0:
             return
         pool = self._view.pool
-        while pool.num_free < count:
-            self._view.cache.evict()
-            self.num_evicted += 1
+        if pool.num_free < count:
+            self.num_evicted += len(self._view.cache.evict(count - pool.num_free))
         sequence.pages += pool.allocate(count, sequence.pages[-1] if sequence.pages else None)
 
     def release(self, sequence: Sequence, start: int = 0) -> None:

@@ -75,7 +75,7 @@ def test_a_shared_page_goes_with_the_last_one_that_leaves() -> None:
     assert pool.num_leaving == 1
     assert pool.stop_reading([page]) == [page]
     assert pool.num_cached == 1
-    pool.evict(page)
+    pool.evict([page])
     assert pool.num_free == 4
     pool.check_integrity()
 
