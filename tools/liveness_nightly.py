@@ -1,11 +1,11 @@
 """A night of requests through the real ledger in simulated time: none lost, none ended by pressure, nothing stuck.
 
-    python -m tools.liveness_nightly                    # 10^6 requests and every small world, about an hour
-    python -m tools.liveness_nightly --requests 20000 --no-small-worlds
+    python -m tools.liveness_nightly --jobs 8           # 10^6 requests and every small world
+    python -m tools.liveness_nightly --requests 20000 --no-small-worlds --progress progress.txt
 
 Half of the requests have the shape of Azure's conversations, on a pool of two thirds of what they hold on average: none
 of them may be parked more than four times. The other half come to pools, tiers and modes drawn at random. The ledger
-checks its integrity now and then on the way.
+checks its integrity now and then on the way. A thousand requests take one to three seconds of a core.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
 
 from pyserve.ledger import Limits
 from tests.pure.test_small_worlds import WORLDS, explore, limits_of
@@ -42,7 +44,7 @@ def anything(seed: int) -> Counter[int]:
         Request(each.arrival_ms, each.prompt_len // scale + 1, each.answer_len // scale + 1)
         for each in take(conversations(seed, rate=dice.choice([1.0, 5.5, 50.0])), BATCH)
     ]
-    page_size = dice.choice([1, 16, 64])
+    page_size = dice.choice([1, 16, 64] if scale > 1 else [16, 64])
     limits = Limits(
         num_pages=dice.randint(8000, 40_000) // scale // page_size,
         page_size=page_size,
@@ -59,34 +61,50 @@ def anything(seed: int) -> Counter[int]:
     return Counter(Simulation(limits, costs, host_pages=host_pages, check_every=997).run(requests).parks)
 
 
-def batches(num_requests: int, first_seed: int) -> Iterator[tuple[str, Counter[int]]]:
-    num_pages = 0
-    for number in range(num_requests // BATCH):
-        seed = first_seed + number
-        if number % 2:
-            yield "anything", anything(seed)
-            continue
-        requests = take(conversations(seed), BATCH)
-        if not num_pages:
-            num_pages = pool_pages(requests, Limits(1, 16, NUM_SLOTS, 2048), Costs(), OVERSUBSCRIPTION)
-        yield "azure", azure_shaped(seed, num_pages, requests)
+def batch(seed: int, num_pages: int) -> tuple[str, Counter[int]]:
+    """Even seeds come in Azure's shape to a pool of `num_pages`. Returns the kind, and requests by number of parks."""
+    if seed % 2:
+        return "anything", anything(seed)
+    return "azure", azure_shaped(seed, num_pages, take(conversations(seed), BATCH))
+
+
+def batches(num_requests: int, first_seed: int, jobs: int) -> Iterator[tuple[str, Counter[int]]]:
+    """The batches as they end. The first that fails ends them all."""
+    sample = take(conversations(0), BATCH)
+    num_pages = pool_pages(sample, Limits(1, 16, NUM_SLOTS, 2048), Costs(), OVERSUBSCRIPTION)
+    seeds = range(first_seed, first_seed + num_requests // BATCH)
+    if jobs == 1:
+        yield from (batch(seed, num_pages) for seed in seeds)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        for done in as_completed([pool.submit(batch, seed, num_pages) for seed in seeds]):
+            yield done.result()
+
+
+def report(totals: dict[str, Counter[int]], started_s: float) -> str:
+    lines = []
+    for kind, parks in totals.items():
+        num_parks = sum(count * number for count, number in parks.items())
+        most, histogram = max(parks, default=0), dict(sorted(parks.items()))
+        lines.append(f"{kind}: {parks.total()} requests, {num_parks} parks, at most {most} of one: {histogram}\n")
+    return "".join(lines) + f"all of these ended, in {time.monotonic() - started_s:.0f} s\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.liveness_nightly", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--requests", type=int, default=1_000_000, help=f"a multiple of {2 * BATCH} (1000000)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="processes (1)")
+    parser.add_argument("--progress", type=Path, help="a file that always says what has been done so far")
     parser.add_argument("--small-worlds", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
     started_s = time.monotonic()
     totals: dict[str, Counter[int]] = {"azure": Counter(), "anything": Counter()}
-    for kind, parks in batches(options.requests, options.seed):
+    for kind, parks in batches(options.requests, options.seed, options.jobs):
         totals[kind] += parks
-    for kind, parks in totals.items():
-        num_parks = sum(count * number for count, number in parks.items())
-        most, histogram = max(parks, default=0), dict(sorted(parks.items()))
-        print(f"{kind}: {parks.total()} requests, {num_parks} parks, at most {most} of one: {histogram}")
-    print(f"all ended, in {time.monotonic() - started_s:.0f} s")
+        if options.progress is not None:
+            options.progress.write_text(report(totals, started_s))
+    print(report(totals, started_s), end="")
     if options.small_worlds:
         for name, (host_pages, changes) in WORLDS.items():
             print(f"small worlds, {name}: {explore(limits_of(changes), host_pages, depth=1000)}")
