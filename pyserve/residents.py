@@ -12,6 +12,8 @@ from pyserve.prefix import Node
 from pyserve.sequence import Sequence, State
 from pyserve.view import View
 
+EVICTED_AHEAD = 128  # tokens of room that are made for each running sequence when any is needed
+
 
 class Residents:
     """Changes running sequences and what `view` says of them."""
@@ -19,6 +21,7 @@ class Residents:
     def __init__(self, view: View) -> None:
         self._view = view
         self.num_evicted = 0  # pages, ever
+        self.evicted_ahead = EVICTED_AHEAD
 
     def start(self, sequence: Sequence) -> None:
         sequence.state = State.RUNNING
@@ -91,8 +94,18 @@ class Residents:
             return
         pool = self._view.pool
         if pool.num_free < count:
-            self.num_evicted += len(self._view.cache.evict(count - pool.num_free))
+            self._evict(count)
         sequence.pages += pool.allocate(count, sequence.pages[-1] if sequence.pages else None)
+
+    def _evict(self, num_pages: int) -> None:
+        """So many pages come free, and some more where there are: if cached prompts gave way page by page, sequences
+        that grow side by side would take turns in each gap, and lie in as many pieces as they have pages (R16).
+        """
+        view = self._view
+        pool, limits = view.pool, view.limits
+        ahead = min(len(view.running) * self.evicted_ahead // limits.page_size, limits.num_pages // 16)
+        wanted = num_pages - pool.num_free
+        self.num_evicted += len(view.cache.evict(max(wanted, min(wanted + ahead, pool.num_cached))))
 
     def release(self, sequence: Sequence, start: int = 0) -> None:
         """Lets go of the pages from `start` on."""
