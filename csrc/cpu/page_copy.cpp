@@ -5,31 +5,86 @@
 #include <string>
 
 #include "../check.h"
+#include "isa.h"
 #include "page_hash.h"
+
+#if PYSERVE_X86
+#include <emmintrin.h>
+#endif
 
 namespace pyserve {
 namespace {
 
+// Large copies are written past the caches, a line at a time: nobody reads them soon, a store into the cache would read each line first, and the pages that
+// the decoding steps work on stay where they are. One sequence of a small model is far beyond this size.
+constexpr int64_t kLargeBytes = 1 << 20;
 // Small enough to be in the first-level cache still when it is hashed, so that memory is read once.
 constexpr int64_t kPiece = 4096;
 
-uint64_t copy_and_hash(uint8_t* to, const uint8_t* from, int64_t num_bytes) {
-  PageHash hash;
-  for (int64_t done = 0; done < num_bytes; done += kPiece) {
-    const size_t piece = static_cast<size_t>(std::min(kPiece, num_bytes - done));
-    std::memcpy(to + done, from + done, piece);
-    hash.update(from + done, piece);
+#if PYSERVE_X86
+constexpr bool kCanStream = true;
+
+bool is_aligned(const uint8_t* data) { return reinterpret_cast<uintptr_t>(data) % sizeof(__m128i) == 0; }
+
+// One stripe of PageHash, 64 bytes, to an aligned place.
+void stream_line(uint8_t* to, const uint8_t* from) {
+  for (size_t i = 0; i < PageHash::kStripe; i += sizeof(__m128i)) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
   }
-  return hash.result();
 }
 
+// Orders the streamed lines before whatever tells others that the copy is done, or has failed.
+struct StreamEnd {
+  ~StreamEnd() { _mm_sfence(); }
+};
+#else
+constexpr bool kCanStream = false;
+bool is_aligned(const uint8_t*) { return false; }
+void stream_line(uint8_t* to, const uint8_t* from) { std::memcpy(to, from, PageHash::kStripe); }
+struct StreamEnd {};
+#endif
+
+class Mover {
+ public:
+  explicit Mover(int64_t copy_bytes) : is_streamed_(kCanStream && copy_bytes >= kLargeBytes) {}
+
+  void copy(uint8_t* to, const uint8_t* from, int64_t num_bytes) const {
+    int64_t done = 0;
+    if (is_streamed_ && is_aligned(to)) {
+      for (; done + kLine <= num_bytes; done += kLine) stream_line(to + done, from + done);
+    }
+    std::memcpy(to + done, from + done, static_cast<size_t>(num_bytes - done));
+  }
+
+  uint64_t copy_and_hash(uint8_t* to, const uint8_t* from, int64_t num_bytes) const {
+    PageHash hash;
+    if (is_streamed_ && is_aligned(to)) {
+      hash.update(from, static_cast<size_t>(num_bytes), [to, from](const uint8_t* line) { stream_line(to + (line - from), line); });
+      const int64_t whole = num_bytes / kLine * kLine;
+      std::memcpy(to + whole, from + whole, static_cast<size_t>(num_bytes - whole));
+      return hash.result();
+    }
+    for (int64_t done = 0; done < num_bytes; done += kPiece) {
+      const size_t piece = static_cast<size_t>(std::min(kPiece, num_bytes - done));
+      std::memcpy(to + done, from + done, piece);
+      hash.update(from + done, piece);
+    }
+    return hash.result();
+  }
+
+ private:
+  static constexpr int64_t kLine = PageHash::kStripe;
+  const bool is_streamed_;
+  const StreamEnd end_{};
+};
+
 // Adjacent pages, `first` the first one's place in the host buffer. Pages without a hash in between are copied together.
-void copy_hashed(const PageCopy& copy, uint8_t* to, const uint8_t* from, int64_t first, int64_t count) {
+void copy_hashed(const PageCopy& copy, const Mover& mover, uint8_t* to, const uint8_t* from, int64_t first, int64_t count) {
   for (int64_t i = 0; i < count;) {
     int64_t* hash = copy.hashes + first + i;
     const int64_t offset = i * copy.page_bytes;
     if (*hash) {
-      const auto found = static_cast<int64_t>(copy_and_hash(to + offset, from + offset, copy.page_bytes));
+      const auto found = static_cast<int64_t>(mover.copy_and_hash(to + offset, from + offset, copy.page_bytes));
       if (!copy.to_host && found != *hash) throw PageMismatch("page " + std::to_string(first + i) + " of the parked state is not what was parked");
       *hash = found;
       ++i;
@@ -37,7 +92,7 @@ void copy_hashed(const PageCopy& copy, uint8_t* to, const uint8_t* from, int64_t
     }
     int64_t plain = 1;
     while (i + plain < count && !hash[plain]) ++plain;
-    std::memcpy(to + offset, from + offset, static_cast<size_t>(plain * copy.page_bytes));
+    mover.copy(to + offset, from + offset, plain * copy.page_bytes);
     i += plain;
   }
 }
@@ -66,6 +121,7 @@ void check_copy(const PageCopy& copy) {
 }
 
 void page_copy(const PageCopy& copy) {
+  const Mover mover(num_pages(copy) * copy.page_bytes);
   for (const Comb& comb : copy.combs) {
     const int64_t run_bytes = comb.run_pages * copy.page_bytes;
     for (int64_t run = 0; run < comb.count; ++run) {
@@ -74,9 +130,9 @@ void page_copy(const PageCopy& copy) {
       uint8_t* to = copy.to_host ? in_host : in_pool;
       const uint8_t* from = copy.to_host ? in_pool : in_host;
       if (copy.hashes) {
-        copy_hashed(copy, to, from, comb.list_offset + run * comb.run_pages, comb.run_pages);
+        copy_hashed(copy, mover, to, from, comb.list_offset + run * comb.run_pages, comb.run_pages);
       } else {
-        std::memcpy(to, from, static_cast<size_t>(run_bytes));
+        mover.copy(to, from, run_bytes);
       }
     }
   }

@@ -21,10 +21,19 @@ class PageHash {
 
   // The next bytes. Only the last call may pass a number of them that is no multiple of kStripe.
   void update(const uint8_t* data, size_t num_bytes) {
+    update(data, num_bytes, [](const uint8_t*) {});
+  }
+
+  // The same; `each` is called with every whole stripe, so that a copy can be made of it while it is at hand.
+  template <class Each>
+  void update(const uint8_t* data, size_t num_bytes, Each each) {
     num_bytes_ += num_bytes;
     uint64_t lanes[kLanes];
     std::memcpy(lanes, lanes_, sizeof lanes);
-    for (; num_bytes >= kStripe; data += kStripe, num_bytes -= kStripe) take(lanes, data);
+    for (; num_bytes >= kStripe; data += kStripe, num_bytes -= kStripe) {
+      each(data);
+      take(lanes, data);
+    }
     if (num_bytes) {
       uint8_t last[kStripe] = {};
       std::memcpy(last, data, num_bytes);

@@ -72,6 +72,47 @@ def test_any_flipped_bit_is_noticed_and_named(bit: int) -> None:
     stream.close()
 
 
+def test_large_copies_hash_and_copy_as_small_ones_do() -> None:
+    """Past one MiB lines are written past the caches; a page of these ends within a line."""
+    stream, pool = CopyStream(), random_pool(70, 1027)
+    size = page_bytes(pool)
+    assert 70 * size > 1 << 20 and size % 64
+    hashes = torch.ones(70, dtype=torch.int64)
+    hashes[5] = 0
+    pages = [*range(35, 70), *range(35)]
+    host = copy_out(stream, pool, pages, hashes)
+    assert torch.equal(host.reshape(70, size), pool[pages].view(torch.uint8).reshape(70, size))
+    for place in (0, 34, 69):
+        assert hashes[place].item() & MASK == reference_hash(host[place * size : (place + 1) * size].numpy().tobytes())
+    assert hashes[5] == 0
+    before = pool.clone()
+    pool.zero_()
+    assert stream.copy_pages(pool, host, pages, to_host=False, hashes=hashes).wait(5)
+    assert torch.equal(pool.view(torch.uint8), before.view(torch.uint8))
+    host[69 * size + size - 1] ^= 128
+    with pytest.raises(PageMismatch, match="page 69 of the parked state"):
+        stream.copy_pages(pool, host, pages, to_host=False, hashes=hashes).wait(5)
+    stream.close()
+
+
+@pytest.mark.parametrize("is_hashed", [True, False])
+@pytest.mark.parametrize("step", [1, 2])
+def test_large_copies_of_pages_that_begin_anywhere(is_hashed: bool, step: int) -> None:
+    pool = allocate_pool(120_000, 1, 1, 1, 5, torch.float16)  # pages of 20 bytes
+    bits = pool.view(torch.uint8).reshape(120_000, 20)
+    bits.copy_(torch.randint(0, 256, bits.shape, dtype=torch.uint8))
+    stream, pages = CopyStream(), torch.arange(1, 120_000, step, dtype=torch.int32)
+    hashes = torch.ones(len(pages), dtype=torch.int64) if is_hashed else None
+    host = torch.zeros(len(pages) * 20, dtype=torch.uint8)
+    before = bits.clone()
+    assert stream.copy_pages(pool, host, pages, to_host=True, hashes=hashes).wait(5)
+    assert torch.equal(host.reshape(-1, 20), before[pages.long()])
+    bits[pages.long()] = 0
+    assert stream.copy_pages(pool, host, pages, to_host=False, hashes=hashes).wait(5)
+    assert torch.equal(bits, before)
+    stream.close()
+
+
 def test_pages_without_a_hash_are_not_checked() -> None:
     stream, pool = CopyStream(), random_pool(3, 8)
     hashes = torch.tensor([0, 1, 0])
