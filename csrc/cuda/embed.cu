@@ -14,17 +14,37 @@ constexpr int kThreads = 128;
 
 __device__ __forceinline__ float half_at(const uint8_t* at) { return __half2float(*reinterpret_cast<const __half*>(at)); }
 
+// The value as the file has it: with its offset, or unsigned where there is a minimum.
+template <class W>
+__device__ __forceinline__ int quant_at(const uint8_t* record, int r, int block, int inner) {
+  const int lane = r % 8 * 4 + inner % 16 / 4, word = r / 8 + 2 * (inner / 16), in_word = inner % 4, byte = lane * 16 + word * 4 + in_word;
+  if constexpr (W::bits == 8) return static_cast<int8_t>(record[block * 512 + byte]);
+  const uint8_t* upper = record + W::low_bytes;
+  int quant = record[byte] >> 4 * block & 15;
+  if constexpr (W::bits == 5) quant |= (upper[lane * 4 + in_word] >> (4 * block + word) & 1) << 4;
+  if constexpr (W::bits == 6) quant |= (upper[lane * 8 + block * 4 + in_word] >> 2 * word & 3) << 4;
+  return (quant ^ W::offset) - W::offset;
+}
+
 template <class W>
 __device__ __forceinline__ float value_at(const uint8_t* data, int64_t row, int column, int cols) {
-  const int r = static_cast<int>(row % kTileRows), block = column % kPairCols / kBlockLen, inner = column % kBlockLen;
-  const int64_t num_records = (cols + kPairCols - 1) / kPairCols;
-  const uint8_t* record = data + (row / kTileRows * num_records + column / kPairCols) * kRecordBytes<W>;
-  const int lane = r % 8 * 4 + inner % 16 / 4, word = r / 8 + 2 * (inner / 16), byte = lane * 16 + word * 4 + inner % 4;
-  const int quant = W::is_4bit ? record[byte] >> (4 * block) & 15 : static_cast<int8_t>(record[block * 512 + byte]);
-  const uint8_t* scale = record + W::quant_bytes + ((block * 8 + r % 8) * 2 + r / 8) * 2;
-  const int offset = W::is_4bit && !W::has_min ? 8 : 0;
-  const float value = __fmul_rn(half_at(scale), static_cast<float>(quant - offset));
-  return W::has_min ? __fadd_rn(value, half_at(scale + kScaleBytes)) : value;
+  const int r = static_cast<int>(row % kTileRows), at = column / kPairCols, block = column % kPairCols / kBlockLen, inner = column % kBlockLen;
+  const uint8_t* tile = data + row / kTileRows * tile_bytes<W>(cols);
+  const uint8_t *header = tile + header_at<W>(at), *record = tile + record_at<W>(at), *scales = record + W::quant_bytes;
+  const int place = r % 8, which = r / 8;
+  const float quant = static_cast<float>(quant_at<W>(record, r, block, inner));
+  if constexpr (W::is_k) {
+    constexpr int width = W::has_min ? 4 : 2;
+    const uint8_t* small = scales + (block * 8 + place) * 4 + which;
+    const float d = half_at(header + (place * width + which) * 2);
+    if constexpr (W::has_halves) return __fmul_rn(__fmul_rn(d, static_cast<float>(static_cast<int8_t>(small[inner / 16 * 2]))), quant);
+    const float least = __fmul_rn(half_at(header + (place * width + 2 + which) * 2), static_cast<float>(small[2]));
+    return __fadd_rn(__fmul_rn(__fmul_rn(d, static_cast<float>(small[0])), quant), -least);
+  } else {
+    const uint8_t* scale = scales + ((block * 8 + place) * 2 + which) * 2;
+    const float value = __fmul_rn(half_at(scale), quant);
+    return W::has_min ? __fadd_rn(value, half_at(scale + 64)) : value;
+  }
 }
 
 template <class W>

@@ -51,16 +51,25 @@ int pyserve_cuda_rms_norm(const float* x, float* residual, const float* weight, 
 // --- activation.cu
 int pyserve_cuda_gated_activation(int64_t kind, const float* gate_up, const Activations* out, int64_t num_rows, void* stream);
 
-// --- linear.cu: q8_0, q4_0, q4_1
-int64_t pyserve_cuda_packed_bytes(int64_t weight_type, int64_t rows, int64_t cols);                                        // -1: no such type or shape
-int pyserve_cuda_pack(int64_t weight_type, const uint8_t* raw, int64_t rows, int64_t cols, uint8_t* packed);               // on the host
+// --- pack.cu, on the host: every quantised type
+int64_t pyserve_cuda_packed_bytes(int64_t weight_type, int64_t rows, int64_t cols);                          // -1: no such type or shape
+int pyserve_cuda_pack(int64_t weight_type, const uint8_t* raw, int64_t rows, int64_t cols, uint8_t* packed);  // out of a file's blocks
+
+// --- linear.cu: every quantised type. More than 32 rows go to linear_tiled.cu, which gives each row the same bits.
 int pyserve_cuda_quantise(const Activations* x, int64_t num_rows, void* stream);
 int pyserve_cuda_linear(const PackedWeight* weight, const Activations* x, const float* bias, float* out, int64_t out_stride, int64_t num_rows,
                         int64_t accumulate, void* stream);
+int pyserve_cuda_linear_tiled(const PackedWeight* weight, const Activations* x, const float* bias, float* out, int64_t out_stride, int64_t num_rows,
+                              int64_t accumulate, int64_t tile, void* stream);  // tile: 64 or 128 outputs square, 0: as fits
 
-// --- linear_float.cu: f32, f16, bf16 weights [rows, cols] as in the file
+// --- linear_float.cu: f32, f16, bf16 weights [rows, cols] as in the file. f16 and bf16 go to the tensor cores of linear_half.cu and, more than 32 rows, of
+// linear_half_tiled.cu where their columns are a multiple of 8; what of this runs follows from the weight alone, and each row has the same bits in both.
 int pyserve_cuda_linear_float(const PackedWeight* weight, const Activations* x, const float* bias, float* out, int64_t out_stride, int64_t num_rows,
                               int64_t accumulate, void* stream);
+int pyserve_cuda_linear_half(const PackedWeight* weight, const Activations* x, const float* bias, float* out, int64_t out_stride, int64_t num_rows,
+                             int64_t accumulate, void* stream);
+int pyserve_cuda_linear_half_tiled(const PackedWeight* weight, const Activations* x, const float* bias, float* out, int64_t out_stride, int64_t num_rows,
+                                   int64_t accumulate, int64_t tile, void* stream);  // tile: as above
 
 // --- embed.cu: out[i] = scale * table[tokens[i]], for the types of both products; out[i] = x[rows[i]]
 int pyserve_cuda_embed(const PackedWeight* table, const int32_t* tokens, int64_t num_rows, float scale, float* out, void* stream);

@@ -1,24 +1,18 @@
-// Products with float weights: out[m, n] (+)= sum_k x[m, k] * w[n, k] + bias[n], for f32, f16 and bf16. Plain and right; quantised weights have the fast kernel.
+// Products with float weights: out[m, n] (+)= sum_k x[m, k] * w[n, k] + bias[n]. The kernel for f32, and for f16 and bf16 whose columns are no multiple of 8; it is
+// plain and right. The others go to linear_half.cu.
 //
 // One warp for a weight row; it reads the row once for eight activation rows. Exactness (R37): a sum is each lane's columns (lane, lane + 32, ...) in ascending
 // order, then a tree over the lanes, whatever other rows there are.
 //
 // Layout: weights [rows, cols] as in the file; x f32 [num_rows, width].
-// Not handled: tensor cores: long prompts leave most of the chip idle.
+// Not handled: tensor cores.
 // Not run on hardware so far: proved on the emulator of tests/cuda.
-#include "packed.cuh"
+#include "half.cuh"
 
 namespace pyserve::cuda {
 namespace {
 
 constexpr int kWarps = 8, kRows = 8;
-
-struct Output {
-  float* data;
-  int64_t stride;
-  const float* bias;
-  bool accumulate;
-};
 
 // grid (tiles of 8 weight rows, tiles of 8 activation rows)
 template <class T>
@@ -35,11 +29,9 @@ __global__ void __launch_bounds__(32 * kWarps) linear_float_kernel(const T* weig
   }
 #pragma unroll
   for (int m = 0; m < kRows; ++m) {
-    float sum = warp_sum(sums[m]);
+    const float sum = warp_sum(sums[m]);
     if (lane != 0 || first + m >= num_rows) continue;
-    if (out.bias != nullptr) sum = __fadd_rn(sum, out.bias[row]);
-    float* to = out.data + (first + m) * out.stride + row;
-    *to = out.accumulate ? __fadd_rn(*to, sum) : sum;
+    out.store(first + m, row, sum);
   }
 }
 
@@ -50,6 +42,7 @@ extern "C" int pyserve_cuda_linear_float(const PackedWeight* weight, const Activ
   if (num_rows == 0) return 0;
   const bool is_shaped = weight->rows > 0 && weight->cols > 0 && weight->cols == x->width && out_stride >= weight->rows && num_rows <= 65535 * kRows;
   if (!is_shaped) return kInvalid;
+  if (has_half_product(*weight)) return pyserve_cuda_linear_half(weight, x, bias, out, out_stride, num_rows, accumulate, stream);
   const dim3 grid(static_cast<unsigned>((weight->rows + kWarps - 1) / kWarps), static_cast<unsigned>((num_rows + kRows - 1) / kRows));
   const Output output = {out, out_stride, bias, accumulate != 0};
   return with_float_type(static_cast<int64_t>(weight->type), kInvalid, [&](auto tag) {

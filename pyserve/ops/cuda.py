@@ -20,22 +20,14 @@ from pyserve.ops.program import Program, StepBatch
 from pyserve.ops.stream import CopyEvent, CopyStream, Fence, PageList, combs_of
 from pyserve.ops.weights import PackedWeight
 
-PACKED_TYPES = frozenset({"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"})  # others are expanded to F32 when packed
 POOL_TYPES = (torch.float16, torch.bfloat16)
 
 
 def pack(type_name: str, raw: torch.Tensor | np.ndarray, rows: int, cols: int) -> PackedWeight:
-    """As `ops.pack`, in the layout that the device's products read. A type that they do not have becomes F32: the same
-    values, in more memory.
-    """
+    """As `ops.pack`, in the layout that the device's products read."""
     flat = weights.file_values(type_name, raw, rows, cols)
-    if type_name in PACKED_TYPES:
-        data = torch.ops.pyserve_cuda.pack(weights.TYPE_NAMES.index(type_name), flat, rows, cols)
-        return PackedWeight(type_name, rows, cols, data)
-    packed = weights.pack(type_name, flat, rows, cols)
-    every_row = torch.arange(rows, dtype=torch.int32)
-    values = torch.ops.pyserve.embed(every_row, packed.data, packed.type_id, rows, cols)  # f32 [rows, cols]
-    return PackedWeight("F32", rows, cols, values.view(torch.uint8).reshape(-1))
+    data = torch.ops.pyserve_cuda.pack(weights.TYPE_NAMES.index(type_name), flat, rows, cols)
+    return PackedWeight(type_name, rows, cols, data)
 
 
 class CudaProgram(Program):

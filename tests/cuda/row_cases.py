@@ -11,16 +11,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType, quants
 from numpy.typing import NDArray
 
-from tests.cuda.attention_case import F32, Array, Pool, StepRows, call, pointer, to_bits
+from tests.cuda.attention_case import BF16, F16, F32, Array, Pool, StepRows, call, pointer, to_bits, to_float
 from tests.cuda.build import Library
 
-SOURCES = ("norm.cu", "activation.cu", "sample.cu", "kv_write.cu", "linear.cu")
+PRODUCTS = ("pack.cu", "linear.cu", "linear_tiled.cu")
+FLOAT_PRODUCTS = ("linear_float.cu", "linear_half.cu", "linear_half_tiled.cu")
+SOURCES = ("norm.cu", "activation.cu", "sample.cu", "kv_write.cu", "embed.cu", *PRODUCTS, *FLOAT_PRODUCTS)
 BLOCK_LEN = 32
 SILU, GELU_TANH = 0, 1
-Q8_0, Q4_0, Q4_1 = 3, 4, 5  # WeightType of csrc/ops.h
-BLOCK_BYTES = {Q8_0: 34, Q4_0: 18, Q4_1: 20}
+Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K = range(3, 11)  # WeightType of csrc/ops.h
+QUANTISED = (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K)
+NAMES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+HAS_MIN = (Q4_1, Q5_1, Q4_K, Q5_K)
 
 
 class Activations(ctypes.Structure):
@@ -112,29 +117,38 @@ def argmax(library: Library, logits: Array, vocab_size: int | None = None) -> Ar
 # --- linear
 
 
+def block_cols(weight_type: int) -> int:
+    """Columns are a multiple of it."""
+    return 256 if weight_type >= Q4_K else BLOCK_LEN
+
+
+def columns(weight_type: int, num_blocks: int) -> int:
+    """At least so many columns, as the type has them."""
+    width = block_cols(weight_type)
+    return -(-num_blocks * BLOCK_LEN // width) * width
+
+
 def random_blocks(weight_type: int, rows: int, cols: int, seed: int = 0) -> Array:
-    """A file's bytes of a matrix: [rows, blocks, block bytes] uint8, scales near 0.01."""
+    """A file's bytes of a matrix [rows, bytes]: every bit random but those of the f16 scales, which are near 0.01."""
     random = np.random.default_rng((seed, weight_type))
-    raw = random.integers(0, 256, (rows, cols // BLOCK_LEN, BLOCK_BYTES[weight_type]), np.uint8)
-    scales = (random.standard_normal(raw.shape[:2]) * 0.01).astype(np.float16)
-    raw[:, :, 0:2] = scales[..., None].view(np.uint8)
-    if weight_type == Q4_1:
-        minima = (random.standard_normal(raw.shape[:2]) * 0.05).astype(np.float16)
-        raw[:, :, 2:4] = minima[..., None].view(np.uint8)
-    return raw
+    num_blocks = rows * cols // block_cols(weight_type)
+    block_bytes = quants.quant_shape_to_byte_shape((1, block_cols(weight_type)), kind_of(weight_type))[1]
+    raw = random.integers(0, 256, (num_blocks, block_bytes), np.uint8)
+    size = (0.01, 0.05) if weight_type in HAS_MIN else (0.01,)
+    size = tuple(each / 32 for each in size) if weight_type >= Q4_K else size  # their small scales go up to 63 or 127
+    halves = (random.standard_normal((num_blocks, len(size))) * size).astype(np.float16).view(np.uint8)
+    where = slice(-2, None) if weight_type == Q6_K else slice(0, halves.shape[1])
+    raw[:, where] = halves
+    return raw.reshape(rows, -1)
 
 
 def values_of(weight_type: int, raw: Array) -> Array:
-    """[rows, cols] float64, as GGML defines the types."""
-    scale = raw[:, :, 0:2].copy().view(np.float16).astype(np.float64)  # [rows, blocks, 1]
-    if weight_type == Q8_0:
-        values = raw[:, :, 2:].view(np.int8).astype(np.float64) * scale
-    else:
-        quants = raw[:, :, 4 if weight_type == Q4_1 else 2 :]
-        nibbles = np.concatenate([quants & 15, quants >> 4], 2).astype(np.float64)
-        least = raw[:, :, 2:4].copy().view(np.float16).astype(np.float64)
-        values = nibbles * scale + least if weight_type == Q4_1 else (nibbles - 8) * scale
-    return values.reshape(len(raw), -1)
+    """[rows, cols] float64, as the `gguf` package reads them."""
+    return quants.dequantize(raw, kind_of(weight_type)).astype(np.float64)
+
+
+def kind_of(weight_type: int) -> GGMLQuantizationType:
+    return GGMLQuantizationType[NAMES[weight_type]]
 
 
 class Weight:
@@ -151,20 +165,90 @@ class Weight:
 
 
 def linear(
-    library: Library, weight: Weight, x: Rows, bias: Array | None = None, onto: Array | None = None
+    library: Library,
+    weight: Weight,
+    x: Rows,
+    bias: Array | None = None,
+    onto: Array | None = None,
+    tile: int | None = None,
 ) -> tuple[Array, Array]:
     """out [num_rows, rows + 3] with three columns to spare that must stay untouched, and the wanted [num_rows, rows]"""
     num_rows, rows = len(x.f32), weight.structure.rows
     out = np.full((num_rows, rows + 3), 4.0, np.float32)
     if onto is not None:
         out[:, :rows] = onto
+    function, rest = ("linear", ()) if tile is None else ("linear_tiled", (tile,))
     call(
         library,
-        "pyserve_cuda_linear",
-        *(weight.structure, x.structure(), bias, out, out.shape[1], num_rows, onto is not None),
+        f"pyserve_cuda_{function}",
+        *(weight.structure, x.structure(), bias, out, out.shape[1], num_rows, onto is not None, *rest),
     )
     want = x.dequantised() @ weight.values.T
     return out, want + (0 if bias is None else bias) + (0 if onto is None else onto)
+
+
+# --- products with float weights, and embeddings
+
+
+def has_half_product(weight_type: int, cols: int) -> bool:
+    """Do the tensor cores make it?"""
+    return weight_type in (F16, BF16) and cols % 8 == 0
+
+
+def rounded(x: Array) -> Array:
+    return to_float(to_bits(x, BF16), BF16)
+
+
+def wanted_product(weight_type: int, bits: Array, x: Array) -> Array:
+    """[num_rows, rows] float64. On the tensor cores an activation is the sum of two bf16, an f16 weight too, and what
+    the smaller parts have in common is left out.
+    """
+    values, x = to_float(bits, weight_type), x.astype(np.float64)
+    if not has_half_product(weight_type, bits.shape[1]):
+        return x @ values.T
+    with np.errstate(invalid="ignore"):  # infinity has no smaller part
+        high = rounded(x)
+        return high @ values.T + rounded(x - high) @ rounded(values).T
+
+
+def float_product(
+    library: Library,
+    weight_type: int,
+    bits: Array,
+    x: Array,
+    bias: Array | None = None,
+    onto: Array | None = None,
+    tile: int | None = None,
+) -> tuple[Array, Array]:
+    """out [num_rows, rows + 2] with two columns to spare, and the wanted [num_rows, rows]; `bits` as `to_bits`"""
+    rows, cols = bits.shape
+    inputs = Rows(*x.shape, has_q8=False)
+    inputs.f32 = aligned(x)
+    out = np.full((len(x), rows + 2), 4.0, np.float32)
+    if onto is not None:
+        out[:, :rows] = onto
+    held = aligned(bits)
+    weight = PackedWeight(weight_type, rows, cols, pointer(held))
+    function, last = ("linear_float", ()) if tile is None else ("linear_half_tiled", (tile,))
+    rest = (bias, out, rows + 2, len(x), onto is not None, *last)
+    call(library, f"pyserve_cuda_{function}", weight, inputs.structure(), *rest)
+    want = wanted_product(weight_type, bits, x)
+    return out, want + (0 if bias is None else bias) + (0 if onto is None else onto)
+
+
+def aligned(values: Array) -> Array:
+    """A copy on 16 bytes, with nothing behind it."""
+    whole = np.empty(values.nbytes + 16, np.uint8)
+    start = -pointer(whole) % 16
+    copy = whole[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+    copy[:] = values
+    return copy
+
+
+def embed(library: Library, table: PackedWeight, tokens: Sequence[int], scale: float = 1.0) -> Array:
+    out = np.full((len(tokens), table.cols), np.nan, np.float32)
+    call(library, "pyserve_cuda_embed", table, np.array(tokens, np.int32), len(tokens), scale, out)
+    return out
 
 
 # --- rope and KV write

@@ -20,12 +20,14 @@ from pyserve import ops
 from pyserve.errors import SettingsError
 from pyserve.models.load import Model, load
 from pyserve.ops import Device, PageMismatch, StepBatch
+from pyserve.ops.weights import TYPE_NAMES
 from pyserve.serving import start_engine
 from pyserve.settings import Settings
 from pyserve.types import SamplingParams, SequenceRequest
 from tests.cuda.build import IN_ORDER, cuda_home
 from tests.cuda.extension import build_extension
 from tests.engine.workload import Outcome, assert_clean, request, run
+from tests.ops.weight_cases import random_matrix
 from tools.make_tiny_model import make_gguf
 
 DEVICE = os.environ.get("PYSERVE_DEVICE", "cuda-emulated")  # tools/gpu_check runs this file on a GPU
@@ -104,6 +106,26 @@ def test_logits_are_near_the_cpus(device: Device, tmp_path: Path, type_name: str
         assert got.shape == wanted.shape
         assert not got.numel() or (got - wanted).abs().max() < tolerance
         assert there.program.run_greedy(step, pools[1]).tolist() == got.argmax(1).tolist()  # type: ignore[attr-defined]
+
+
+def product_of_rows(device: Device, name: str) -> torch.Tensor:
+    """float32 [2, 32]: two rows of a matrix times all of it"""
+    raw, _ = random_matrix(name, 32, 256)
+    program = device.program(max_tokens=2, max_samples=2, num_threads=1)
+    weight = device.pack(name, raw.numpy(), 32, 256)
+    embedded, taken, out = program.buffer(256), program.buffer(256), program.buffer(32)
+    program.embed(weight, embedded)
+    program.take_rows(embedded, taken)
+    program.linear(taken, [weight], out)
+    program.set_logits(out)
+    batch = StepBatch(ints([31, 4]), ints([0, 1]), ints([0, 0]), TABLE, ints([1, 0]))
+    return program.run(batch, device.allocate_pool(16, 1, 1, 16, 64, torch.float16)).clone()
+
+
+@pytest.mark.parametrize("name", TYPE_NAMES)
+def test_every_type_of_weight_is_embedded_and_multiplied(device: Device, name: str) -> None:
+    wanted, got = product_of_rows(ops.open_device("cpu"), name), product_of_rows(device, name)
+    assert (got - wanted).abs().max() <= 2e-5 * wanted.abs().max()
 
 
 # --- four chats on a full pool

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda.build import CSRC, POLICIES, PRIORITIES, REVERSE, Library, build_emulated, run_child
-from tests.cuda.children.kernels import ATTENTION, CASES, DEFINES, attention_library, run
+from tests.cuda.build import CSRC, POLICIES, PRIORITIES, REVERSE, build_emulated, run_child
+from tests.cuda.children.kernels import ATTENTION, CASES, DEFINES, attention_library, row_library, run
 from tests.cuda.row_cases import SOURCES
 
 CHILD = Path(__file__).parent / "children" / "kernels.py"
+HEADERS = ("rows.cuh", "packed.cuh", "product.cuh", "record.cuh", "half.cuh")
 BARRIER = re.compile(r"__syncthreads\(|__syncwarp\(|cp_async_wait<")
 USERS = {  # file of a barrier: the cases that pass it
     "attention.cuh": ("decode", "prefill"),
@@ -20,14 +21,16 @@ USERS = {  # file of a barrier: the cases that pass it
     "norm.cu": ("norm",),
     "sample.cu": ("argmax",),
     "kv_write.cu": ("rope",),
-    "linear.cu": ("q8_0",),
+    "product.cuh": ("q8_0", "bf16"),
+    "linear_tiled.cu": ("tiled_q8_0", "tiled_q5_1"),
+    "linear_half_tiled.cu": ("tiled_bf16",),
 }
 
 
 def barriers() -> list[str]:
     """case:file:line of each barrier and of a case that passes it"""
     found = []
-    sources = [*ATTENTION, *SOURCES, "attention.cuh", "rows.cuh"]
+    sources = [*ATTENTION, *SOURCES, "attention.cuh", *HEADERS]
     for name in sources:
         for number, line in enumerate((CSRC / name).read_text().splitlines(), 1):
             code = line.partition("//")[0]
@@ -45,7 +48,7 @@ def barriers() -> list[str]:
 def build(sanitizer: str) -> None:
     with ThreadPoolExecutor(2) as pool:
         attention = pool.submit(build_emulated, *ATTENTION, sanitizer=sanitizer, defines=DEFINES)
-        build_emulated(*SOURCES, sanitizer=sanitizer)
+        build_emulated(*SOURCES, sanitizer=sanitizer, defines=DEFINES)
         attention.result()
 
 
@@ -64,7 +67,7 @@ def is_clean(output: str) -> bool:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", CASES)
 def test_the_cases_are_right_without_a_sanitizer(name: str, policy: int) -> None:
-    assert is_clean(run(name, {"attention": attention_library(), "rows": Library(*SOURCES)}, policy))
+    assert is_clean(run(name, {"attention": attention_library(), "rows": row_library()}, policy))
 
 
 def test_no_bad_access_and_no_undefined_behaviour() -> None:
@@ -78,7 +81,7 @@ def test_no_race() -> None:
 def test_every_barrier_is_missed() -> None:
     """Without it the result is wrong in some schedule, the emulator sees a mistake, or TSan a race."""
     build("tsan")
-    plain = {"attention": attention_library(), "rows": Library(*SOURCES)}
+    plain = {"attention": attention_library(), "rows": row_library()}
     assert len(barriers()) >= 10
     unseen = [name for name in barriers() if all(is_clean(run(name, plain, p)) for p in (REVERSE, PRIORITIES))]
     with ThreadPoolExecutor(2) as pool:

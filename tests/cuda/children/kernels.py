@@ -13,17 +13,22 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.cuda.attention_case import BF16, Array, Case, Device
+from tests.cuda.attention_case import BF16, F16, F32, Array, Case, Device, pointer, to_bits
 from tests.cuda.build import EmulatorError, Library
 from tests.cuda.row_cases import (
-    Q4_0,
-    Q4_1,
+    Q4_K,
+    Q5_1,
+    Q6_K,
     Q8_0,
     SILU,
     SOURCES,
+    PackedWeight,
     RopeCase,
     Weight,
     argmax,
+    columns,
+    embed,
+    float_product,
     gated_activation,
     linear,
     normal,
@@ -32,12 +37,16 @@ from tests.cuda.row_cases import (
 )
 
 ATTENTION = ("attention_decode.cu", "attention_prefill.cu")
-DEFINES = ("PYSERVE_FEW_HEAD_DIMS",)
+DEFINES = ("PYSERVE_FEW_HEAD_DIMS", "PYSERVE_FEW_TYPES")
 Outcome = tuple[Array, Array, float]  # found, wanted, tolerance
 
 
 def attention_library() -> Library:
     return Library(*ATTENTION, defines=DEFINES)
+
+
+def row_library() -> Library:
+    return Library(*SOURCES, defines=DEFINES)
 
 
 def difference(found: Array, wanted: Array, tolerance: float) -> float:
@@ -75,10 +84,28 @@ def plain_rope(library: Library) -> float:
     return max(difference(qkv[:, : case.num_heads], q, 3e-6), difference(case.cells(pool), kv, 3e-6))
 
 
-def product(library: Library, weight_type: int) -> float:
-    weight = Weight(library, weight_type, 18, 608)
-    out, wanted = linear(library, weight, quantise(library, normal(1, 9, 608)), normal(2, 18))
+def product(library: Library, weight_type: int, num_rows: int = 9, tile: int | None = None) -> float:
+    """Columns to the edge of a step only; in tiles, over the edges of both sides, and more steps than slots."""
+    cols = columns(weight_type, 19 if tile is None else 9)
+    weight = Weight(library, weight_type, 18, cols)
+    out, wanted = linear(library, weight, quantise(library, normal(1, num_rows, cols)), normal(2, 18), tile=tile)
     return difference(out[:, :18], wanted, 2e-5)
+
+
+def floats(library: Library, weight_type: int, cols: int, num_rows: int = 9, tile: int | None = None) -> float:
+    bits = to_bits(normal(5, 19, cols), weight_type)
+    out, wanted = float_product(library, weight_type, bits, normal(6, num_rows, cols), normal(7, 19), tile=tile)
+    return difference(out[:, :19], wanted, 2e-5)
+
+
+def embedding(library: Library, weight_type: int) -> float:
+    weight, tokens = Weight(library, weight_type, 19, columns(weight_type, 3)), [18, 0, 7]
+    return difference(embed(library, weight.structure, tokens), weight.values[tokens], 1e-6)
+
+
+def float_embedding(library: Library) -> float:
+    table, tokens = normal(3, 5, 150), [4, 0]
+    return difference(embed(library, PackedWeight(F32, 5, 150, pointer(table)), tokens), table[tokens], 0.0)
 
 
 def norm(library: Library) -> float:
@@ -111,8 +138,24 @@ ROW_CASES: dict[str, Callable[[Library], float]] = {
     "activation": activation,
     "argmax": greedy,
     "q8_0": lambda library: product(library, Q8_0),
-    "q4_0": lambda library: product(library, Q4_0),
-    "q4_1": lambda library: product(library, Q4_1),
+    "q5_1": lambda library: product(library, Q5_1),
+    "q4_k": lambda library: product(library, Q4_K),
+    "q6_k": lambda library: product(library, Q6_K),
+    "tiled_q8_0": lambda library: product(library, Q8_0, 35, 64),
+    "tiled_q5_1": lambda library: product(library, Q5_1, 35, 64),
+    "tiled_q4_k": lambda library: product(library, Q4_K, 35, 64),
+    "tiled_q6_k": lambda library: product(library, Q6_K, 35, 64),
+    "large_tiled": lambda library: product(library, Q5_1, 35, 128),
+    "f32": lambda library: floats(library, F32, 70),
+    "f16": lambda library: floats(library, F16, 296),
+    "bf16": lambda library: floats(library, BF16, 296),
+    "tiled_f16": lambda library: floats(library, F16, 168, 35, 64),
+    "tiled_bf16": lambda library: floats(library, BF16, 168, 35, 64),
+    "embed_q8_0": lambda library: embedding(library, Q8_0),
+    "embed_q5_1": lambda library: embedding(library, Q5_1),
+    "embed_q4_k": lambda library: embedding(library, Q4_K),
+    "embed_q6_k": lambda library: embedding(library, Q6_K),
+    "embed_f32": float_embedding,
 }
 CASES = {**ATTENTION_CASES, **ROW_CASES}
 
@@ -141,7 +184,7 @@ def start_again() -> None:
 if __name__ == "__main__":
     if "--first" in sys.argv:
         start_again()
-    loaded = {"attention": attention_library(), "rows": Library(*SOURCES)}
+    loaded = {"attention": attention_library(), "rows": row_library()}
     for asked in sys.argv[2:]:
         print(f"case {asked}", flush=True)
         print(run(asked, loaded, int(sys.argv[1])), flush=True)
