@@ -222,7 +222,8 @@ class _Draft:
         if predicted:
             room -= sum(self._predicted_growth(each, predicted) for each in view.running.values())
         num_passed = 0
-        for sequence in view.waiting:
+        key = view.policy.admission
+        for sequence in view.waiting if key is None else sorted(view.waiting, key=key):
             if room <= 0 or len(self._admissions) == len(slots) or num_passed > max_passed:
                 return
             if num_passed > NUM_SHARERS and len(sequence.tokens) > room * view.limits.page_size:

@@ -27,12 +27,13 @@ def restore_order(sequence: Sequence) -> RestoreKey:
 @dataclass(frozen=True, slots=True)
 class Policy:
     """`victim`: among those that are not the leader, the starved last, whom to park first. `restore`: who comes back
-    first. `max_passed`: how many of the waiting, at most, are looked at behind one that does not fit, and may pass it.
-    `predicted_tokens`: the answer that admission keeps room for, its own and those of everybody who runs; 0:
+    first. `admission`: who waits at the head; None: who came first. `max_passed`: how many of the waiting, at most, are
+    looked at behind one that does not fit, and may pass it. `predicted_tokens`: the answer that admission keeps room for, its own and those of everybody who runs; 0:
     nothing beyond the runway.
     """
 
     victim: Callable[[Pool, Sequence], float] = fewest_own_pages
     restore: Callable[[Sequence], RestoreKey] = restore_order
+    admission: Callable[[Sequence], float] | None = None
     max_passed: int = 256
     predicted_tokens: int = 0

@@ -1,7 +1,8 @@
 """A server in simulated time: the real ledger, requests of a trace, and a model that only takes time.
 
 A step takes `step_ms` + `row_ms` per decode row + `token_ms` per prompt token. Copies go one after another on a stream
-of their own at `copy_gb_s`, beside the steps. Used by policy_sim.py and liveness_nightly.py.
+of their own at `copy_gb_s`, beside the steps; with `is_async` off the next step begins when they have ended. Used by
+policy_sim.py and liveness_nightly.py.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def conversations(seed: int = 1, rate: float = 5.5) -> Iterator[Request]:
     now_ms = 0.0
     while True:
         now_ms += dice.expovariate(rate) * 1e3
-        yield Request(now_ms, _draw(dice, PROMPTS), _draw(dice, ANSWERS))
+        yield Request(now_ms, length_at(PROMPTS, dice.random()), length_at(ANSWERS, dice.random()))
 
 
 # Quantiles of the trace, between which lengths are spread evenly.
@@ -60,8 +61,8 @@ PROMPTS = (
 ANSWERS = ((0.0, 7), (0.1, 54), (0.25, 85), (0.5, 129), (0.75, 395), (0.9, 424), (0.95, 451), (0.99, 601), (1.0, 800))
 
 
-def _draw(dice: random.Random, quantiles: tuple[tuple[float, int], ...]) -> int:
-    share = dice.random()
+def length_at(quantiles: tuple[tuple[float, int], ...], share: float) -> int:
+    """Which length so large a share of all does not exceed."""
     for (low, low_len), (high, high_len) in pairwise(quantiles):
         if share <= high:
             return max(1, round(low_len + (high_len - low_len) * (share - low) / (high - low)))
@@ -160,12 +161,10 @@ class Simulation:
         self.outcome.completions.append(math.nan)
 
     def _iterate(self) -> None:
-        self._land()
-        ledger = self._ledger
-        host_pages = self._host_pages - sum(self._parked_pages.values())
-        plan = ledger.apply(ledger.plan(self._now_ms, host_pages), self._now_ms)
-        assert not plan.failures, f"ended by pressure: {plan.failures}"
-        self._start_copies(plan)
+        plan = self._plan()
+        while not self._limits.is_async and (plan.parks or plan.restores):
+            self._now_ms = max(self._now_ms, self._copy_free_ms)
+            plan = self._plan()
         if plan.rows:
             self._num_idle = 0
             self._step(plan)
@@ -174,7 +173,15 @@ class Simulation:
             self._now_ms = max(self._now_ms, min(landings))
         else:
             self._num_idle += 1
-            assert self._num_idle < 3, f"nothing moves: {ledger.live()}"
+            assert self._num_idle < 3, f"nothing moves: {self._ledger.live()}"
+
+    def _plan(self) -> Plan:
+        self._land()
+        host_pages = self._host_pages - sum(self._parked_pages.values())
+        plan = self._ledger.apply(self._ledger.plan(self._now_ms, host_pages), self._now_ms)
+        assert not plan.failures, f"ended by pressure: {plan.failures}"
+        self._start_copies(plan)
+        return plan
 
     def _land(self) -> None:
         for flights, landed in ((self._parks, self._ledger.park_landed), (self._restores, self._ledger.restore_landed)):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import mean
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from pyserve.ledger import Limits
 from tools import policy_sim
+from tools.bounds import Shares, alone_ms, bound, shortest_remaining_first
 from tools.liveness_nightly import azure_shaped
-from tools.policy_sim import POLICIES, SHIPPED, Result, alone_ms, bound, pareto_front
+from tools.policy_chart import draw
+from tools.policy_sim import POLICIES, REFERENCES, SHIPPED, Result, pareto_front
 from tools.simulation import Costs, Request, Simulation, conversations, read_trace, take
 
 COSTS = Costs(step_ms=10.0, row_ms=1.0, token_ms=0.5, copy_gb_s=1.0, token_bytes=1_000_000)
@@ -68,16 +72,16 @@ def test_drawn_requests_have_the_shape_of_the_trace() -> None:
 
 def test_shortest_remaining_first() -> None:
     # The second passes the first, which has 8 left when it comes; the third waits for both.
-    assert policy_sim._shortest_remaining_first([0.0, 2.0, 9.0], [10.0, 3.0, 7.0]) == [13.0, 3.0, 11.0]
+    assert shortest_remaining_first([0.0, 2.0, 9.0], [10.0, 3.0, 7.0]) == [13.0, 3.0, 11.0]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", POLICIES | REFERENCES)
 def test_no_policy_beats_the_bound(name: str) -> None:
     for seed in range(3):
         requests = [Request(each.arrival_ms / 20, each.prompt_len // 8 + 1, each.answer_len // 4 + 1)
                     for each in take(conversations(seed), 12)]  # fmt: skip
         limits = limits_of(60, num_slots=12)
-        outcome = Simulation(limits, COSTS, POLICIES[name]).run(requests)
+        outcome = Simulation(limits, COSTS, (POLICIES | REFERENCES)[name]).run(requests)
         makespan_ms, completion_ms = bound(requests, COSTS, limits)
         assert outcome.makespan_ms >= makespan_ms
         assert mean(outcome.completions) >= completion_ms
@@ -91,22 +95,53 @@ def test_policies_differ() -> None:
         for name, policy in POLICIES.items()
         for outcome in [Simulation(limits_of(40), COSTS, policy).run(requests)]
     }
-    assert outcomes["victim: largest"] != outcomes[SHIPPED] != outcomes["admission: room for 128 more"]
+    assert outcomes["victim: largest"] != outcomes[SHIPPED] != outcomes["admission: room for 128 tokens"]
+
+
+def test_the_bound_is_reached_by_requests_that_fill_the_pool_alone() -> None:
+    """They come one after another, each takes every page: the bound on the makespan is what it takes."""
+    requests = [Request(0.0, 1, 15)] * 3
+    limits = limits_of(1)
+    outcome = Simulation(limits, COSTS).run(requests)
+    assert bound(requests, COSTS, limits) == pytest.approx((outcome.makespan_ms, mean(outcome.completions)))
+
+
+def test_shares_add_up_step_by_step() -> None:
+    """Prompts of 100 tokens take two chunks, of which the first leaves 36 tokens or more behind it."""
+    of = Shares(COSTS, limits_of(10)).of
+    two, three = (of(np.array([100.0]), np.array([num])).item() for num in (2.0, 3.0))
+    assert three - two == pytest.approx(10.0 * 7 / 10 + 1.0), "102 cells are 7 pages of the 10"
+    assert two == pytest.approx(10.0 * (3 + 7 + 7) / 10 + 2 * 1.0 + 99 * 0.5)
 
 
 def test_the_front_is_what_nobody_beats() -> None:
-    fast, cheap, beaten = (
-        Result("fast", ((1.0, 2.0, 500.0), (1.2, 2.0, 500.0)), 1.0, 2.0, 10.0, 9, 500, 0.5),
-        Result("cheap", ((1.1, 2.0, 100.0), (1.3, 2.0, 100.0)), 1.1, 2.0, 10.0, 2, 100, 0.5),
-        Result("beaten", ((1.0, 2.1, 200.0), (1.5, 2.1, 200.0)), 1.1, 2.0, 10.0, 2, 200, 0.4),
+    fast, cheap, beaten, like_fast = (
+        Result("fast", 3, 1.0, 2.0, 10.0, 9, 500, 0.5),
+        Result("cheap", 2, 1.1, 2.0, 10.0, 2, 100, 0.5),
+        Result("beaten by a hair", 0, 1.1, 2.0, 10.0, 2, 100, 0.4999),
+        Result("fast again", 1, 1.0, 2.0, 10.0, 9, 500, 0.5),
     )
-    assert pareto_front([fast, cheap, beaten]) == [fast, cheap]
+    assert pareto_front([fast, cheap, beaten, like_fast]) == [fast, cheap, like_fast]
+
+
+def test_the_picture_has_a_dot_for_every_number() -> None:
+    columns = [("seconds", [2.0, 1.0, 3.0], ".1f"), ("-fairness", [-0.5, -0.25, -0.75], ".2f")]
+    root = ElementTree.fromstring(draw(["ours <is> this", "one", "another"], columns, ["one"]))
+    dots = list(root.iter("{http://www.w3.org/2000/svg}circle"))
+    assert len(dots) == 6
+    assert float(dots[1].get("cx", "")) < float(dots[0].get("cx", "")) < float(dots[2].get("cx", "")), "less is left"
+    filled = [number for number, dot in enumerate(dots) if dot.get("fill") == dot.get("stroke")]
+    assert filled == [1, 4], "those on the front"
+    texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"ours <is> this", "1.0", "3.0", "0.75", "0.25"} <= set(texts)
 
 
 def test_the_report_says_whether_the_shipped_policy_is_on_the_front(tmp_path: Path) -> None:
     report = tmp_path / "report.md"
-    policy_sim.main(["--requests", "30", "--runs", "2", "--small", "0", "--output", str(report)])
+    drawn = tmp_path / "drawn.svg"
+    policy_sim.main(["--requests", "30", "--runs", "2", "--small", "0", "--output", str(report), "--draw", str(drawn)])
     text = report.read_text()
+    assert drawn.read_text().count("<circle") == 6 * len(POLICIES)
     assert all(f"| {name} |" in text for name in POLICIES)
     assert "on the Pareto front." in text
 

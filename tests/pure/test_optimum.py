@@ -1,0 +1,84 @@
+"""The exact optimum of small instances: against sums by hand, and against what the real ledger does."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+from statistics import mean
+
+import pytest
+
+from pyserve.ledger import Limits
+from tools.optimum import certain, optimum
+from tools.policy_sim import POLICIES, REFERENCES
+from tools.simulation import Costs, Request, Simulation
+
+COSTS = Costs(step_ms=10.0, row_ms=1.0, token_ms=0.5, copy_gb_s=1.0, token_bytes=1000)
+
+
+def test_one_request_takes_what_its_steps_cost() -> None:
+    expected = (10.0 + 1.0 + 4 * 0.5) + 2 * (10.0 + 1.0)
+    assert optimum([5], [certain(3)], 7, COSTS) == pytest.approx((expected, expected))
+
+
+def test_the_expectation_is_over_the_answers_that_there_may_be() -> None:
+    first, further = 10.0 + 1.0 + 4 * 0.5, 10.0 + 1.0
+    expected = first + 0.5 * further + 0.25 * further
+    assert optimum([5], [[0.5, 0.25, 0.25]], 7, COSTS) == pytest.approx((expected, expected))
+
+
+def test_two_that_fit_together_share_every_step() -> None:
+    together = 10.0 + 2 * 1.0
+    assert optimum([1, 1], [certain(2)] * 2, 4, COSTS) == pytest.approx((2 * together, 2 * together))
+
+
+def test_where_only_one_fits_the_shorter_goes_first() -> None:
+    makespan, completion = optimum([1, 1], [certain(5), certain(2)], 5, Costs(10.0, 0.0, 0.0))
+    # Together they would hold 1 + 1, 2 + 2 cells: two steps side by side, then the longer one alone.
+    assert (makespan, completion) == pytest.approx((50.0, mean([20.0, 50.0])))
+    makespan, completion = optimum([3, 3], [certain(3), certain(1)], 5, Costs(10.0, 0.0, 0.0))
+    assert (makespan, completion) == pytest.approx((40.0, mean([10.0, 40.0])))
+
+
+def worlds() -> list[tuple[list[int], list[float], int]]:
+    """Prompts, the chances of 1, 2, ... tokens, cells."""
+    return [([7, 2, 4], [0.3, 0.0, 0.2, 0.5], 11), ([1, 1, 1], [0.5, 0.1, 0.1, 0.1, 0.2], 6), ([3, 5], [0.2, 0.8], 7)]
+
+
+@cache
+def with_known(prompts: tuple[int, ...], answers: tuple[int, ...], cells: int) -> tuple[float, float]:
+    return optimum(prompts, [certain(each) for each in answers], cells, COSTS)
+
+
+@pytest.mark.parametrize(("prompts", "chances", "cells"), worlds())
+@pytest.mark.parametrize("name", POLICIES | REFERENCES)
+def test_no_policy_beats_the_optimum(prompts: list[int], chances: list[float], cells: int, name: str) -> None:
+    """With known answers it beats none in any draw; with unknown ones none in expectation, unless it knows."""
+    limits = Limits(cells, 1, len(prompts), 100, runway_steps=0, is_async=False)
+    expected_span = expected_completion = 0.0
+    for answers in product(range(1, len(chances) + 1), repeat=len(prompts)):
+        requests = [Request(0.0, *lengths) for lengths in zip(prompts, answers, strict=True)]
+        outcome = Simulation(limits, COSTS, (POLICIES | REFERENCES)[name]).run(requests)
+        span, completion = with_known(tuple(prompts), answers, cells)
+        assert outcome.makespan_ms >= span - 1e-6 and mean(outcome.completions) >= completion - 1e-6
+        chance = 1.0
+        for answer in answers:
+            chance *= chances[answer - 1]
+        expected_span += chance * outcome.makespan_ms
+        expected_completion += chance * mean(outcome.completions)
+    if name in POLICIES:
+        span, completion = optimum(prompts, [chances] * len(prompts), cells, COSTS)
+        assert expected_span >= span - 1e-6 and expected_completion >= completion - 1e-6
+
+
+@pytest.mark.parametrize(("prompts", "chances", "cells"), worlds())
+def test_who_does_not_know_the_answers_does_no_better(prompts: list[int], chances: list[float], cells: int) -> None:
+    known = [0.0, 0.0]
+    for answers in product(range(1, len(chances) + 1), repeat=len(prompts)):
+        pair = with_known(tuple(prompts), answers, cells)
+        for answer in answers:
+            pair = (pair[0] * chances[answer - 1], pair[1] * chances[answer - 1])
+        known = [known[0] + pair[0], known[1] + pair[1]]
+    unknown = optimum(prompts, [chances] * len(prompts), cells, COSTS)
+    assert unknown[0] >= known[0] - 1e-6 and unknown[1] >= known[1] - 1e-6
+    assert len(prompts) == 2 or unknown != pytest.approx(known), "and sometimes worse"
