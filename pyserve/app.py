@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.types import Receive, Scope, Send
 
+from pyserve.disk_folder import check_directory
 from pyserve.errors import ModelFileError, PyserveError, SettingsError
 from pyserve.http.errors import unknown_path
 from pyserve.http.gate import Gate
@@ -161,9 +162,11 @@ def model_path(settings: Settings) -> Path:
 
 
 def check_model(settings: Settings) -> None:
-    """Read the model's header. Raises ModelFileError or SettingsError, one line each."""
-    if settings.preempt_disk and Path(settings.preempt_disk).exists() and not Path(settings.preempt_disk).is_dir():
-        raise SettingsError(f"--preempt-disk {settings.preempt_disk}: not a folder")
+    """Read the model's header, and write to the disk tier's directory. Raises ModelFileError or SettingsError, one line
+    each.
+    """
+    if settings.preempt_disk and settings.preempt_ram_mib and settings.preempt_disk_limit_mib:
+        check_directory(Path(settings.preempt_disk))
     path = model_path(settings)
     if not path.exists():
         raise ModelFileError(f"{path}: no such file or folder")

@@ -1,9 +1,7 @@
 """THE DISK TIER: parked state in files, written and read by a thread of its own (R23).
 
 Structure. Each parked sequence is one file of whole pages in list order, beside its hashes, which stay in memory. The
-files lie in a folder of this process within the directory that the user named. The folder holds a lock file: a folder
-whose lock nobody holds was left by a process that has died, and is removed at the next start, with the files of ours
-in it and nothing else.
+files lie in a folder of this process within the directory that the user named (disk_folder.py).
 
 A job moves pages in large pieces through one aligned staging buffer: pool -> staging by the copy stream, staging ->
 file; and back. It runs in the tier's thread from end to end, so it never meets the event loop; `DiskEvent` says how it
@@ -20,12 +18,8 @@ file pages as free.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import mmap
-import os
-import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -37,16 +31,13 @@ from typing import IO
 
 import torch
 
-from pyserve import page_runs
+from pyserve.disk_folder import SUFFIX, make_folder, remove_folder, space_of
 from pyserve.errors import SettingsError
 from pyserve.host_arena import Extent
 from pyserve.ops import CopyFailed, CopyStream
+from pyserve.page_runs import comb_table
 
-_FOLDER = "pyserve-parked-"
-_LOCK = "lock"
-_SUFFIX = ".pages"
 _PIECE_BYTES = 8 << 20
-_RESERVE_BYTES = 256 << 20  # of the disk, left to others
 _RETRY_S = 30.0
 
 
@@ -100,12 +91,8 @@ class DiskTier:
         self._piece_pages = max(1, _PIECE_BYTES // self._page_bytes)
         self._staging: torch.Tensor | None = None  # made by the first job
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(directory)
-            self.folder = directory / f"{_FOLDER}{os.getpid()}-{secrets.token_hex(4)}"
-            self.folder.mkdir()
-            self._lock = _locked(self.folder)
-            self._space_bytes = self._space()
+            self.folder, self._lock = make_folder(directory)
+            self._space_bytes = space_of(self.folder)
         except OSError as error:
             raise SettingsError(f"--preempt-disk {directory}: {error.strerror or error}") from error
 
@@ -144,7 +131,7 @@ class DiskTier:
     def close(self) -> None:
         """Wait for the job at work, remove the folder."""
         self._thread.shutdown()
-        _remove_folder(self.folder)
+        remove_folder(self.folder)
         self._lock.close()
         self.held_bytes = 0
 
@@ -152,7 +139,7 @@ class DiskTier:
         num_bytes = num_pages * self._page_bytes
         self.held_bytes += num_bytes
         self._space_bytes -= num_bytes
-        return ParkFile(self.folder / f"{next(self._names)}{_SUFFIX}", num_pages, hashes)
+        return ParkFile(self.folder / f"{next(self._names)}{SUFFIX}", num_pages, hashes)
 
     # In the tier's thread
 
@@ -183,7 +170,11 @@ class DiskTier:
                 hashes = file.hashes[first : first + len(piece)]
                 self._check_wanted(file)
                 self._stream.copy_pages(
-                    self._pool, staging[: len(piece) * self._page_bytes], comb_table(piece), True, hashes=hashes
+                    self._pool,
+                    staging[: len(piece) * self._page_bytes],
+                    torch.from_numpy(comb_table(piece)),
+                    True,
+                    hashes=hashes,
                 ).wait()
                 _write_all(out, staging[: len(piece) * self._page_bytes])
 
@@ -208,7 +199,9 @@ class DiskTier:
                 wanted = staging[: len(piece) * self._page_bytes]
                 if not _read_all(source, wanted):
                     raise CopyFailed(f"{file.path} is cut short")
-                self._stream.copy_pages(self._pool, wanted, comb_table(piece), False, hashes=hashes).wait()
+                self._stream.copy_pages(
+                    self._pool, wanted, torch.from_numpy(comb_table(piece)), False, hashes=hashes
+                ).wait()
 
     def _check_wanted(self, file: ParkFile) -> None:
         if file.is_dropped:
@@ -217,25 +210,13 @@ class DiskTier:
     def _unlink(self, file: ParkFile) -> None:
         with contextlib.suppress(OSError):  # the folder is gone, or not ours any more: the next write says so
             file.path.unlink(missing_ok=True)
-            self._space_bytes = self._space()
-
-    def _space(self) -> int:
-        return shutil.disk_usage(self.folder).free - _RESERVE_BYTES
+            self._space_bytes = space_of(self.folder)
 
     def _staging_buffer(self) -> torch.Tensor:
         if self._staging is None:
             memory = mmap.mmap(-1, self._piece_pages * self._page_bytes)
             self._staging = torch.frombuffer(memory, dtype=torch.uint8)
         return self._staging
-
-
-def comb_table(pages: Items[int], list_offset: int = 0) -> torch.Tensor:
-    """The copy of `pages` in list order, from page `list_offset` of the host buffer on, as int32 [combs, 5]: start,
-    run_pages, stride_pages, count, list_offset.
-    """
-    table = torch.from_numpy(page_runs.comb_table(pages))
-    table[:, 4] += list_offset
-    return table
 
 
 def _write_all(out: IO[bytes], data: torch.Tensor) -> None:
@@ -253,32 +234,3 @@ def _read_all(source: IO[bytes], data: torch.Tensor) -> bool:
             return False
         left = left[num_read:]
     return True
-
-
-def _locked(folder: Path) -> IO[str]:
-    """Hold the folder's lock until the file is closed. Raises OSError when another process holds it."""
-    lock = (folder / _LOCK).open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise
-    return lock
-
-
-def _remove_leftovers(directory: Path) -> None:
-    """Remove the folders of processes that have died."""
-    for folder in directory.glob(f"{_FOLDER}*"):
-        try:
-            _locked(folder).close()
-        except OSError:  # in use, or not a folder of ours
-            continue
-        _remove_folder(folder)
-
-
-def _remove_folder(folder: Path) -> None:
-    """Remove a folder with our files in it; whatever else is there stays, and so does the folder then."""
-    with contextlib.suppress(OSError):
-        for path in [*folder.glob(f"*{_SUFFIX}"), folder / _LOCK]:
-            path.unlink(missing_ok=True)
-        folder.rmdir()

@@ -101,8 +101,9 @@ def _num_joined(runs: Sequence[Run], index: int) -> int:
     return count
 
 
-def comb_table(pages: Sequence[int] | Ints) -> Ints:
-    """The combs of `pages`: int32 [combs, 5], each start, run_pages, stride_pages, count, list_offset.
+def comb_table(pages: Sequence[int] | Ints, first_offset: int = 0) -> Ints:
+    """The combs of `pages`: int32 [combs, 5], each start, run_pages, stride_pages, count, list_offset. The first page
+    has the list offset `first_offset`.
 
     An int32 array is not copied; of a list, the conversion is most of the cost.
     """
@@ -123,7 +124,7 @@ def comb_table(pages: Sequence[int] | Ints) -> Ints:
     table[:, 0] = starts[firsts]
     table[:, 1] = table[:, 2] = counts[firsts]
     table[:, 3] = num_joined
-    table[:, 4] = offsets[firsts]
+    table[:, 4] = offsets[firsts] + np.int32(first_offset)
     is_comb = num_joined > 1
     table[is_comb, 2] = strides[firsts[is_comb]]
     down = is_down[firsts]

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "pyserve"
 # A module may import from its own layer and from lower ones. Folders count as one module.
 LAYERS = (
     ("histogram", "errors", "log", "host_memory"),
-    ("types",),
+    ("types", "disk_folder"),
     ("text", "settings", "metrics"),
     ("plan", "pool", "prefix", "sequence", "page_runs"),
     ("policy",),
@@ -34,7 +34,7 @@ LAYERS = (
     ("__main__",),
 )
 FENCES = {
-    "torch": {"ops", "models", "sampler", "kv_store", "host_arena", "disk_tier", "park", "runner"},
+    "torch": {"ops", "models", "sampler", "kv_store", "host_arena", "disk_tier", "tiers", "runner"},
     "starlette": {"http", "app"},
     "hypercorn": {"__main__"},
     "asyncio": {"engine", "generation", "serving", "park", "http", "app", "__main__"},

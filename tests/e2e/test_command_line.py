@@ -45,6 +45,19 @@ def test_a_bad_model_file_ends_in_one_line_that_names_it(tmp_path: Path, kind: s
     assert path.name in lines[0]
 
 
+@pytest.mark.parametrize("directory", ["/proc/parked", "{file}", "{file}/below"])
+def test_a_disk_tier_that_cannot_be_written_ends_in_one_line_before_the_model_is_read(
+    tmp_path: Path, directory: str
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    path = directory.format(file=file)
+    ended = run_to_end("--port", str(free_port()), "--preempt-disk", path, "--model", str(tmp_path / "no.gguf"))
+    assert ended.returncode == 1
+    (line,) = (ended.stdout + ended.stderr).strip().splitlines()
+    assert line.startswith(f"pyserve: --preempt-disk {path}: ")
+
+
 def test_a_bad_flag_ends_in_a_line_that_names_it() -> None:
     ended = run_to_end("--ctx-size", "many")
     assert ended.returncode == 2

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pyserve.disk_tier import DiskTier, comb_table
+from pyserve.disk_folder import check_directory
+from pyserve.disk_tier import DiskTier
 from pyserve.errors import SettingsError
 from pyserve.kv_store import KvStore
 from pyserve.ops import CopyStream
@@ -222,10 +226,33 @@ def test_a_directory_that_cannot_be_used_is_one_clear_line(tmp_path: Path) -> No
     file.write_text("")
     kv = small_store(2)
     for directory in (file, file / "below", Path("/proc/pyserve")):
-        with pytest.raises(SettingsError, match=f"--preempt-disk {directory}: ") as refused:
-            DiskTier(directory, limit_bytes=MIB, pool=kv.tensor, stream=CopyStream())
-        assert "\n" not in str(refused.value)
+        for use in (check_directory, lambda at: DiskTier(at, limit_bytes=MIB, pool=kv.tensor, stream=CopyStream())):
+            with pytest.raises(SettingsError, match=f"--preempt-disk {directory}: ") as refused:
+                use(directory)
+            assert "\n" not in str(refused.value)
 
 
-def test_combs_of_a_stretch_stand_where_its_host_pages_are() -> None:
-    assert comb_table([4, 5, 9, 10, 3], 7).tolist() == [[4, 2, 5, 2, 7], [3, 1, 1, 1, 11]]
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
+def test_a_disk_that_takes_nothing_is_known_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(file: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(SettingsError, match=f"^--preempt-disk {tmp_path}: {os.strerror(number)}$"):
+        check_directory(tmp_path)
+    assert list(tmp_path.iterdir()) == [], "the probe was left"
+
+
+def test_a_disk_whose_rest_is_left_to_others_is_known_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=256 << 20))
+    with pytest.raises(SettingsError, match="the disk is full; 256 MiB of it are left to others"):
+        check_directory(tmp_path)
+
+
+def test_a_directory_that_is_fine_is_made_and_left_empty(tmp_path: Path) -> None:
+    check_directory(tmp_path / "new" / "folder")
+    assert list((tmp_path / "new" / "folder").iterdir()) == []

@@ -95,3 +95,7 @@ def test_single_pages_at_a_stride_are_one_comb() -> None:
 
 def test_a_different_length_ends_the_comb() -> None:
     assert combs(runs([0, 1, 4, 5, 8])) == [Comb(0, 2, 4, 2, 0), Comb(8, 1, 1, 1, 4)]
+
+
+def test_combs_of_a_stretch_stand_where_its_host_pages_are() -> None:
+    assert comb_table([4, 5, 9, 10, 3], 7).tolist() == [[4, 2, 5, 2, 7], [3, 1, 1, 1, 11]]
