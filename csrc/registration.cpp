@@ -1,9 +1,10 @@
-// Every op's schema and every class, once: torch.ops.pyserve.* and torch.classes.pyserve.*. The only file that includes torch: it checks tensors, takes raw
+// Every op's schema and every class, once: torch.ops.pyserve.* and torch.classes.pyserve.*. The only source that includes torch: it checks tensors, takes raw
 // pointers and calls the kernels of ops.h. torch gives the GIL back around each of these calls, so a running program or a wait stops no Python thread.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <torch/library.h>
 
+#include "callable.h"
 #include "check.h"
 #include "cpu/driver.h"
 #include "cpu/isa.h"
@@ -219,20 +220,9 @@ int64_t sample_row_op(const Tensor& logits, double temperature, int64_t top_k, d
   return sample_row(data, logits.size(0), row, scratch.data_ptr<float>());
 }
 
-// --- classes. torch turns what a method throws into RuntimeError, unless it is one of its own errors; ops need no such help.
+std::string isa_op() { return isa_name(isa()); }
 
-template <auto function>
-struct Method;
-template <class Result, class... Args, Result (*function)(Args...)>
-struct Method<function> {
-  static Result call(Args... args) {
-    try {
-      return function(std::forward<Args>(args)...);
-    } catch (const std::invalid_argument& error) {
-      throw c10::ValueError({__func__, __FILE__, __LINE__}, error.what());
-    }
-  }
-};
+// --- classes
 
 struct ProgramHolder : torch::CustomClassHolder {
   Program program;
@@ -413,24 +403,24 @@ TORCH_LIBRARY(pyserve, m) {
       "Tensor page_table, int num_shares=1) -> Tensor");
   m.def("page_copy(Tensor(a!) pool, Tensor(b!) host, Tensor combs, bool to_host) -> ()");
   m.def("sample_row(Tensor logits, float temperature, int top_k, float top_p, float min_p, int seed, int position) -> int");
-  m.def("isa() -> str", []() { return std::string(isa_name(isa())); });
+  m.def("isa() -> str", &Callable<&isa_op>::call);
 
   m.class_<ProgramHolder>("Program")
       .def(torch::init<int64_t, int64_t, int64_t>())
-      .def("buffer", &Method<&add_buffer>::call)
-      .def("embed", &Method<&add_embed>::call)
-      .def("rms_norm", &Method<&add_rms_norm>::call)
-      .def("linear", &Method<&add_linear>::call)
-      .def("rope_kv_write", &Method<&add_rope_kv_write>::call)
-      .def("attention", &Method<&add_attention>::call)
-      .def("gated_activation", &Method<&add_gated_activation>::call)
-      .def("take_rows", &Method<&add_take_rows>::call)
-      .def("set_logits", &Method<&set_logits>::call)
-      .def("run", &Method<&run_program>::call)
-      .def("sample", &Method<&sample_program>::call)
-      .def("start", &Method<&start_program>::call)
-      .def("collect", &Method<&collect_program>::call)
-      .def("fileno", &Method<&fileno_program>::call);
+      .def("buffer", &Callable<&add_buffer>::call)
+      .def("embed", &Callable<&add_embed>::call)
+      .def("rms_norm", &Callable<&add_rms_norm>::call)
+      .def("linear", &Callable<&add_linear>::call)
+      .def("rope_kv_write", &Callable<&add_rope_kv_write>::call)
+      .def("attention", &Callable<&add_attention>::call)
+      .def("gated_activation", &Callable<&add_gated_activation>::call)
+      .def("take_rows", &Callable<&add_take_rows>::call)
+      .def("set_logits", &Callable<&set_logits>::call)
+      .def("run", &Callable<&run_program>::call)
+      .def("sample", &Callable<&sample_program>::call)
+      .def("start", &Callable<&start_program>::call)
+      .def("collect", &Callable<&collect_program>::call)
+      .def("fileno", &Callable<&fileno_program>::call);
 
   m.class_<EventHolder>("CopyEvent")
       .def("query", [](const EventPtr& self) { return self->event->query(); })
@@ -440,7 +430,7 @@ TORCH_LIBRARY(pyserve, m) {
   m.class_<FenceHolder>("Fence").def(torch::init<>()).def("signal", [](const FencePtr& self) { self->fence.signal(); });
   m.class_<StreamHolder>("CopyStream")
       .def(torch::init<double, std::optional<int64_t>>())
-      .def("copy_pages", &Method<&post_copy>::call)
+      .def("copy_pages", &Callable<&post_copy>::call)
       .def("pause", [](const StreamPtr& self) { self->stream.pause(); })
       .def("resume", [](const StreamPtr& self) { self->stream.resume(); })
       .def("num_outstanding", [](const StreamPtr& self) { return self->stream.num_outstanding(); })
@@ -448,15 +438,15 @@ TORCH_LIBRARY(pyserve, m) {
 }
 
 TORCH_LIBRARY_IMPL(pyserve, CPU, m) {
-  m.impl("pack", &pack_op);
-  m.impl("linear", &linear_op);
-  m.impl("embed", &embed_op);
-  m.impl("rms_norm", &rms_norm_op);
-  m.impl("gated_activation", &gated_activation_op);
-  m.impl("rope_kv_write", &rope_kv_write_op);
-  m.impl("attention", &attention_op);
-  m.impl("page_copy", &page_copy_op);
-  m.impl("sample_row", &sample_row_op);
+  m.impl("pack", &Callable<&pack_op>::call);
+  m.impl("linear", &Callable<&linear_op>::call);
+  m.impl("embed", &Callable<&embed_op>::call);
+  m.impl("rms_norm", &Callable<&rms_norm_op>::call);
+  m.impl("gated_activation", &Callable<&gated_activation_op>::call);
+  m.impl("rope_kv_write", &Callable<&rope_kv_write_op>::call);
+  m.impl("attention", &Callable<&attention_op>::call);
+  m.impl("page_copy", &Callable<&page_copy_op>::call);
+  m.impl("sample_row", &Callable<&sample_row_op>::call);
 }
 
 }  // namespace pyserve

@@ -6,6 +6,7 @@
 #include <ATen/ops/from_blob.h>
 #include <torch/library.h>
 
+#include "../callable.h"
 #include "copies.h"
 #include "program.h"
 
@@ -52,20 +53,6 @@ Pool pool_of(const Tensor& kv) {
   const DType as = type == at::kHalf ? DType::f16 : DType::bf16;
   return Pool{static_cast<uint8_t*>(kv.data_ptr()), as, kv.size(0), kv.size(1), kv.size(3), kv.size(4), kv.size(5)};
 }
-
-// torch turns what a method throws into RuntimeError, unless it is one of its own errors; ops need no such help.
-template <auto function>
-struct Method;
-template <class Result, class... Args, Result (*function)(Args...)>
-struct Method<function> {
-  static Result call(Args... args) {
-    try {
-      return function(std::forward<Args>(args)...);
-    } catch (const std::invalid_argument& error) {
-      throw c10::ValueError({__func__, __FILE__, __LINE__}, error.what());
-    }
-  }
-};
 
 // --- the device, and memory
 
@@ -265,22 +252,22 @@ TORCH_LIBRARY(pyserve_cuda, m) {
   m.def("is_pinned(Tensor memory) -> bool");
 
   m.class_<DeviceHolder>("Device")
-      .def(torch::init([](int64_t index) { return Method<&open_device>::call(index); }))
-      .def("allocate", &Method<&allocate>::call)
-      .def("pinned", &Method<&pinned>::call);
+      .def(torch::init([](int64_t index) { return Callable<&open_device>::call(index); }))
+      .def("allocate", &Callable<&allocate>::call)
+      .def("pinned", &Callable<&pinned>::call);
   m.class_<ProgramHolder>("Program")
       .def(torch::init<const DevicePtr&, int64_t, int64_t>())
-      .def("buffer", &Method<&add_buffer>::call)
-      .def("embed", &Method<&add_embed>::call)
-      .def("rms_norm", &Method<&add_rms_norm>::call)
-      .def("linear", &Method<&add_linear>::call)
-      .def("rope_kv_write", &Method<&add_rope_kv_write>::call)
-      .def("attention", &Method<&add_attention>::call)
-      .def("gated_activation", &Method<&add_gated_activation>::call)
-      .def("take_rows", &Method<&add_take_rows>::call)
-      .def("set_logits", &Method<&set_logits>::call)
-      .def("run", &Method<&run_program>::call)
-      .def("run_greedy", &Method<&run_greedy>::call);
+      .def("buffer", &Callable<&add_buffer>::call)
+      .def("embed", &Callable<&add_embed>::call)
+      .def("rms_norm", &Callable<&add_rms_norm>::call)
+      .def("linear", &Callable<&add_linear>::call)
+      .def("rope_kv_write", &Callable<&add_rope_kv_write>::call)
+      .def("attention", &Callable<&add_attention>::call)
+      .def("gated_activation", &Callable<&add_gated_activation>::call)
+      .def("take_rows", &Callable<&add_take_rows>::call)
+      .def("set_logits", &Callable<&set_logits>::call)
+      .def("run", &Callable<&run_program>::call)
+      .def("run_greedy", &Callable<&run_greedy>::call);
   m.class_<EventHolder>("CopyEvent")
       .def("query", [](const EventPtr& self) { return self->event->query(); })
       .def("wait", [](const EventPtr& self, std::optional<double> timeout_s) { return self->event->wait(timeout_s); })
@@ -288,15 +275,15 @@ TORCH_LIBRARY(pyserve_cuda, m) {
       .def("copy_s", [](const EventPtr& self) { return self->event->copy_s(); });
   m.class_<StreamHolder>("CopyStream")
       .def(torch::init<const DevicePtr&>())
-      .def("copy_pages", &Method<&post_copy>::call)
-      .def("calibrate", &Method<&calibrate>::call)
+      .def("copy_pages", &Callable<&post_copy>::call)
+      .def("calibrate", &Callable<&calibrate>::call)
       .def("num_outstanding", [](const StreamPtr& self) { return self->stream->num_outstanding(); })
       .def("close", [](const StreamPtr& self) { self->stream->close(); });
 }
 
 TORCH_LIBRARY_IMPL(pyserve_cuda, CPU, m) {
-  m.impl("pack", &pack);
-  m.impl("is_pinned", &is_pinned);
+  m.impl("pack", &Callable<&pack>::call);
+  m.impl("is_pinned", &Callable<&is_pinned>::call);
 }
 
 }  // namespace pyserve::cuda

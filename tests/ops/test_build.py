@@ -131,7 +131,7 @@ def test_old_builds_are_deleted(tmp_path: Path) -> None:
 
 def test_an_unknown_instruction_set_is_refused() -> None:
     result = python("import torch, pyserve.ops\nprint(torch.ops.pyserve.isa())", PYSERVE_CPU_ISA="sse9")
-    assert 'PYSERVE_CPU_ISA must be generic, avx2 or avx512, not "sse9"' in result.stderr
+    assert 'ValueError: PYSERVE_CPU_ISA must be generic, avx2 or avx512, not "sse9"' in result.stderr
     assert python("import torch, pyserve.ops\nprint(torch.ops.pyserve.isa())", PYSERVE_CPU_ISA="generic").stdout == (
         "generic\n"
     )

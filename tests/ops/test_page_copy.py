@@ -126,7 +126,7 @@ def test_what_is_wrong_is_named() -> None:
         ((pool, host, torch.zeros(1, 4, dtype=torch.int32)), r"combs must be \[n, 5\]|shape"),
         ((pool, host, torch.zeros(3)), "pages must be int32"),
     ]:
-        with pytest.raises((ValueError, RuntimeError), match=message):
+        with pytest.raises(ValueError, match=message):
             copy_pages(*change, to_host=True)
 
 

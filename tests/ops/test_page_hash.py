@@ -140,7 +140,7 @@ def test_too_few_hashes_are_refused_and_nothing_is_posted() -> None:
     host = torch.zeros(3 * page_bytes(pool), dtype=torch.uint8)
     with pytest.raises(ValueError, match="hashes must have one value for each of the 3 pages of host, not 2"):
         stream.copy_pages(pool, host, [0], to_host=True, hashes=torch.ones(2, dtype=torch.int64))
-    with pytest.raises((ValueError, RuntimeError), match="hashes must be Long"):
+    with pytest.raises(ValueError, match="hashes must be Long"):
         stream.copy_pages(pool, host, [0], to_host=True, hashes=torch.ones(3))
     assert stream.num_outstanding() == 0
     stream.close()
