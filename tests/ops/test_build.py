@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from pathlib import Path
@@ -137,18 +138,28 @@ def test_an_unknown_instruction_set_is_refused() -> None:
     )
 
 
-def test_the_wheel_carries_the_sources(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
-    carried = {str(path.relative_to(tmp_path / "pyserve")) for path in (tmp_path / "pyserve").rglob("*.*")}
-    for path in [*flags.sources(ROOT / "csrc"), *flags.headers(ROOT / "csrc")]:
-        assert str(path.relative_to(ROOT)) in carried
-    assert {"ops/flags.py", "ops/build.py"} <= carried
+def test_wheel_and_sdist_carry_the_sources_and_the_page(tmp_path: Path) -> None:
+    """From a copy, so that no list of an earlier build helps and two runs at once do not meet."""
+    tree = tmp_path / "tree"
+    rubbish = shutil.ignore_patterns("__pycache__", "*.so", ".*")
+    for name in ("csrc", "pyserve", "tests"):
+        shutil.copytree(ROOT / name, tree / name, ignore=rubbish)
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    files = {str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()}
+    steps = ["build_py", "--build-lib", str(tmp_path / "wheel"), "sdist", "--dist-dir", str(tmp_path)]
+    command = [sys.executable, "setup.py", "-q", *steps]
+    subprocess.run(command, cwd=tree, check=True, capture_output=True, timeout=120)
+
+    wheel = {str(path.relative_to(tmp_path / "wheel")) for path in (tmp_path / "wheel").rglob("*") if path.is_file()}
+    packaged = {name for name in files if name.startswith(("csrc/", "pyserve/"))}
+    assert {"csrc/registration.cpp", "csrc/cuda/binding.cpp", "pyserve/web/index.html"} <= packaged
+    assert wheel == {f"pyserve/{name}" if name.startswith("csrc/") else name for name in packaged}
+
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as sdist:
+        carried = {member.name.split("/", 1)[1] for member in sdist.getmembers() if member.isfile()}
+    wanted = {name for name in files if not name.startswith("tests/")}
+    assert {name for name in carried if "egg-info" not in name} - {"PKG-INFO", "setup.cfg"} == wanted
 
 
 def test_members_of_a_team_wait_for_each_other_and_carry_failures(tmp_path: Path) -> None:
