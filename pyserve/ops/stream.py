@@ -126,10 +126,14 @@ def copy_pages(pool: torch.Tensor, host: torch.Tensor, pages: PageList, to_host:
 
 
 def combs_of(pages: PageList) -> torch.Tensor:
-    """int32 [m, 5] from a list of pages, one comb for each run of adjacent pages; combs pass through."""
+    """int32 [m, 5] from a list of pages, one comb for each run of adjacent pages; combs pass through.
+    Raises ValueError for another shape.
+    """
     tensor = pages if isinstance(pages, torch.Tensor) else torch.tensor(pages, dtype=torch.int32)
-    if tensor.dim() == 2 or tensor.numel() == 0:
+    if tensor.numel() == 0:
         return tensor.reshape(-1, 5)
+    if tensor.dim() == 2 and tensor.size(1) == 5:
+        return tensor
     if tensor.dim() != 1 or tensor.dtype != torch.int32:
         raise ValueError(f"pages must be int32 [n] or combs int32 [m, 5], not {tensor.dtype} {list(tensor.shape)}")
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.nonzero(tensor.diff() != 1).flatten() + 1])

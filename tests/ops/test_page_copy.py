@@ -123,7 +123,9 @@ def test_what_is_wrong_is_named() -> None:
         ((pool.transpose(0, 1), host, [0]), "pool must be contiguous"),
         ((pool, host.float(), [0]), "host must be Byte, not Float"),
         ((pool, host[::2], [0]), "host must be contiguous"),
-        ((pool, host, torch.zeros(1, 4, dtype=torch.int32)), r"combs must be \[n, 5\]|shape"),
+        ((pool, host, torch.zeros(1, 4, dtype=torch.int32)), r"combs int32 \[m, 5\], not torch.int32 \[1, 4\]"),
+        ((pool, host, torch.zeros(5, 4, dtype=torch.int32)), r"combs int32 \[m, 5\], not torch.int32 \[5, 4\]"),
+        ((pool, host, torch.zeros(1, 5)), "combs must be Int, not Float"),
         ((pool, host, torch.zeros(3)), "pages must be int32"),
     ]:
         with pytest.raises(ValueError, match=message):
