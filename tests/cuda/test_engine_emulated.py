@@ -214,6 +214,11 @@ def test_a_page_that_changed_while_it_was_parked_is_noticed(
         stream.copy_pages(pool, host, pages, True)
 
 
+def test_a_weight_type_that_is_not_there_is_named(device: Device) -> None:
+    with pytest.raises(ValueError, match="there is no weight type 99"):
+        torch.ops.pyserve_cuda.pack(99, torch.zeros(4, dtype=torch.uint8), 1, 1)
+
+
 def test_a_copy_in_flight_is_not_done_and_one_that_does_not_fit_is_refused(
     device: Device, emulator: ctypes.CDLL
 ) -> None:
