@@ -1,8 +1,11 @@
 // Every op's schema and every class, once: torch.ops.pyserve.* and torch.classes.pyserve.*. The only source that includes torch: it checks tensors, takes raw
 // pointers and calls the kernels of ops.h. torch gives the GIL back around each of these calls, so a running program or a wait stops no Python thread.
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <torch/library.h>
+
+#include <deque>
 
 #include "callable.h"
 #include "check.h"
@@ -224,11 +227,17 @@ std::string isa_op() { return isa_name(isa()); }
 
 // --- classes
 
+struct Started {  // a step in the driver's hands
+  Tensor picked;  // int32 [samples], once it is done
+  bool is_done = false;
+};
+
 struct ProgramHolder : torch::CustomClassHolder {
   Program program;
   std::vector<Tensor> kept;  // what the program points into
-  Tensor picked;             // of the step that was started
-  Driver driver;             // after the program, so that it ends first
+  std::deque<std::shared_ptr<Started>> started;  // and not yet collected
+  std::shared_ptr<Started> latest;
+  Driver driver;  // after the program, so that it ends first
 
   ProgramHolder(int64_t max_tokens, int64_t max_samples, int64_t num_threads) : program(max_tokens, max_samples, static_cast<int>(num_threads)) {}
 
@@ -326,9 +335,20 @@ Tensor sample_program(const ProgramPtr& self, const Tensor& logits, const Tensor
   return tokens;
 }
 
-// run and sample in the driver's thread. `bans` int64 [n, 2]: (row, id) of logits that become minus infinity first.
+// The tokens of a step that follows another: row i's is the one that the step before picked for its sample row sources[i].
+Tensor tokens_after(const Started& before, const Tensor& sources) {
+  check(before.is_done, "the step before it failed");
+  const int32_t* from = ints(sources, "sources", 1);
+  check_range(from, sources.size(0), before.picked.size(0), "sources");
+  Tensor tokens = at::empty_like(sources);
+  for (int64_t i = 0; i < sources.size(0); ++i) tokens.data_ptr<int32_t>()[i] = before.picked.const_data_ptr<int32_t>()[from[i]];
+  return tokens;
+}
+
+// run and sample in the driver's thread. `bans` int64 [n, 2]: (row, id) of logits that become minus infinity first. With `sources` the tokens are those that the
+// step started before this one picks.
 void start_program(const ProgramPtr& self, const Tensor& tokens, const Tensor& positions, const Tensor& sequences, const Tensor& page_table,
-                   const Tensor& sample_rows, const Tensor& kv, const Tensor& real, const Tensor& whole, const Tensor& bans) {
+                   const Tensor& sample_rows, const Tensor& kv, const Tensor& real, const Tensor& whole, const Tensor& bans, const MaybeTensor& sources) {
   const int64_t num_rows = sample_rows.size(0), width = self->program.logits_width();
   std::vector<SampleRow> rows = sample_rows_of(real, whole, num_rows);
   check_tensor(bans, "bans", at::kLong, 2);
@@ -338,20 +358,30 @@ void start_program(const ProgramPtr& self, const Tensor& tokens, const Tensor& p
     check(banned[2 * i] >= 0 && banned[2 * i] < num_rows, "bans: row ", banned[2 * i], " is not in the step");
     check(banned[2 * i + 1] >= 0 && banned[2 * i + 1] < width, "bans: id ", banned[2 * i + 1], " is not in the vocabulary");
   }
-  Tensor picked = at::empty({num_rows}, at::kInt);
+  const std::shared_ptr<Started> before = self->latest;
+  check(!sources.has_value() || before != nullptr, "sources: no step was started before");
+  auto started = std::make_shared<Started>(Started{at::empty({num_rows}, at::kInt)});
   self->driver.start([=, program = &self->program, rows = std::move(rows)] {
-    const Batch batch{ints(tokens, "tokens", 1), step_rows(positions, sequences, page_table), page_table.size(0), ints(sample_rows, "sample_rows", 1), num_rows};
-    check(tokens.size(0) == batch.rows.num_rows, "positions must have ", tokens.size(0), " values, as tokens has, not ", batch.rows.num_rows);
+    const Tensor ids = sources.has_value() ? tokens_after(*before, *sources) : tokens;
+    const Batch batch{ints(ids, "tokens", 1), step_rows(positions, sequences, page_table), page_table.size(0), ints(sample_rows, "sample_rows", 1), num_rows};
+    check(ids.size(0) == batch.rows.num_rows, "positions must have ", ids.size(0), " values, as tokens has, not ", batch.rows.num_rows);
     auto* logits = const_cast<float*>(program->run(batch, pool_of(kv)));
     for (int64_t i = 0; i < bans.size(0); ++i) logits[banned[2 * i] * width + banned[2 * i + 1]] = -std::numeric_limits<float>::infinity();
-    if (num_rows > 0) program->sample(logits, width, rows, picked.data_ptr<int32_t>());
+    if (num_rows > 0) program->sample(logits, width, rows, started->picked.data_ptr<int32_t>());
+    started->is_done = true;
   });
-  self->picked = picked;
+  self->started.push_back(started);
+  self->latest = started;
 }
 
 Tensor collect_program(const ProgramPtr& self) {
+  std::shared_ptr<Started> oldest;
+  if (!self->started.empty()) {
+    oldest = self->started.front();
+    self->started.pop_front();
+  }
   self->driver.collect();
-  return std::exchange(self->picked, Tensor());
+  return oldest->picked;
 }
 
 int64_t fileno_program(const ProgramPtr& self) { return self->driver.fileno(); }

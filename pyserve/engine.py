@@ -1,4 +1,4 @@
-"""THE ONE ENGINE TASK, and EngineHandle for its callers.
+"""THE ONE ENGINE TASK.
 
 Purpose. One asyncio task owns the ledger, the pool and the model. Everything that changes them happens in it, between
 two awaits, so there is no lock anywhere.
@@ -10,12 +10,15 @@ One iteration (`_iterate`).
 4. Park and restore copies are posted to the copy stream.
 5. The step starts, in a thread of the program's that needs no interpreter lock and tells the loop through a descriptor.
 6. While it runs, the events of the previous step go to their clients (`Generation.put`, which never waits).
-7. The step is awaited; sampled tokens extend their sequences; those that are done leave their slots.
+7. If nothing but decoding is to be done, the next step is started behind it (`_look_ahead`): it takes its tokens from
+   this one without the loop, and the next iteration finds it running and leaves out 3 to 5.
+8. The step is awaited; sampled tokens extend their sequences; those that are done leave their slots.
 
-Guarantees. A copy is posted only between steps, so no step reads or writes a page in transfer. A sequence ends exactly
-once, by `_end`, whatever ended it: it leaves the ledger, its host state is given back, its client gets one last event.
-A cancel takes effect at the start of the next iteration, that is within one step. A step that fails ends the sequences
-in it and no other. An error in the engine itself ends every sequence with a message and the engine goes on.
+Guarantees. A copy is posted only while no step runs or waits, so no step reads or writes a page in transfer. A sequence
+ends exactly once, by `_end`, whatever ended it: it leaves the ledger, its host state is given back, its client gets one
+last event. A cancel takes effect at the start of the next iteration, that is within one step; a row of it that was
+looked ahead is computed for nobody. A step that fails ends the sequences in it and no other. An error in the engine
+itself ends every sequence with a message and the engine goes on.
 
 With `is_async` off, each copy is awaited where it is posted, and the plan is made again with the pages that it freed.
 
@@ -28,12 +31,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import time
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 
-from pyserve.errors import ContextExceeded, InvalidRequest, PoolExhausted, PyserveError, StepFailed, Unavailable
+from pyserve.errors import PoolExhausted, PyserveError, StepFailed, Unavailable
 from pyserve.generation import Generation
 from pyserve.ledger import Ledger
 from pyserve.park import Parking
@@ -41,6 +43,7 @@ from pyserve.plan import Failure, Plan
 from pyserve.runner import Runner, Step, StepResult
 from pyserve.sequence import Sequence
 from pyserve.snapshot import take_snapshot
+from pyserve.steps import Begun, Steps
 from pyserve.task import Task
 from pyserve.transfers import Transfers
 from pyserve.types import (
@@ -72,6 +75,7 @@ class Engine:
     def __init__(self, info: EngineInfo, ledger: Ledger, runner: Runner, parking: Parking) -> None:
         self.info = info
         self.counters = Counters()
+        self._observe = self.counters.observe
         self.is_draining = False
         self._ledger = ledger
         self._runner = runner
@@ -84,9 +88,9 @@ class Engine:
         self._group_ids = itertools.count()
         self._transfers = Transfers(ledger, parking, self._tasks, self.counters, self._post)
         self._wake = asyncio.Event()
-        self._compute = ThreadPoolExecutor(1, thread_name_prefix="pyserve-compute")
+        self._steps = Steps(runner)
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="pyserve-copy-wait")
-        self._running: tuple[Step, asyncio.Future[StepResult]] | None = None  # the plain step that was begun
+        self._ahead: Begun | None = None  # the step behind the one that was awaited last
         self._is_stopping = False
         self._is_stuck = False
         self._last_step_at_s = time.monotonic()
@@ -142,23 +146,21 @@ class Engine:
 
     async def run(self) -> None:
         """The engine task; ends after `stop`, when every copy has landed."""
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._runner.fileno(), self._step_is_done)
+        self._steps.open()
         try:
             while not self._is_stopping:
                 try:
                     await self._iterate()
                 except Exception as error:
                     log.exception("the engine failed; every running request ends, the server goes on")
-                    if self._running is not None:  # it still writes to its sequences' pages
-                        await asyncio.wait([self._running[1]])
+                    self._ahead = None
+                    await self._steps.abandon()
                     self._end_all(StepFailed(f"the engine failed: {error}"))
                     self._transfers.recover()
         finally:
             self._end_all(Unavailable("the server is shutting down"))
             self._deliver()
-            loop.remove_reader(self._runner.fileno())
-            self._compute.shutdown()
+            await self._steps.close()
             self._waiter.shutdown()
             self._parking.close()
 
@@ -167,44 +169,40 @@ class Engine:
         self._transfers.collect()
         self._transfers.prepare()
         self._take_inbox()
-        plan = await self._plan_and_apply()
-        self._snapshot = None  # a client may have asked during a synchronous copy
-        if plan.rows:
-            step = self._runner.prepare(plan.rows)
-            started_s = time.monotonic()
-            running = self._start(step)
-            self._deliver()
-            await self._finish_step(step, running, started_s)
-        else:
-            self._deliver()
-            await self._rest(plan)
+        begun, self._ahead = self._ahead, None
+        if begun is None:
+            plan = await self._plan_and_apply()
+            self._snapshot = None  # a client may have asked during a synchronous copy
+            if not plan.rows:
+                self._deliver()
+                await self._rest(plan)
+                return
+            begun = self._steps.start(self._runner.prepare(plan.rows))
+        self._deliver()
+        self._ahead = self._look_ahead(begun)
+        await self._finish_step(begun)
 
-    def _start(self, step: Step) -> asyncio.Future[StepResult]:
-        """Begin the step beside the loop: a plain one in the program's own thread, others in an interpreter's."""
-        loop = asyncio.get_running_loop()
-        if not step.is_plain:
-            return loop.run_in_executor(self._compute, self._runner.run, step)
-        running: asyncio.Future[StepResult] = loop.create_future()
-        try:
-            self._runner.start(step)
-        except Exception as error:
-            running.set_exception(error)
-        else:
-            self._running = (step, running)
-        return running
+    def _look_ahead(self, begun: Begun) -> Begun | None:
+        """Start the decode step behind the one that runs, if that is all there is to do, for those who go on.
 
-    def _step_is_done(self) -> None:
-        """The descriptor that says so is readable."""
-        os.read(self._runner.fileno(), 64)
-        if self._running is None:
-            return
-        (step, running), self._running = self._running, None
-        try:
-            result = self._runner.collect(step)
-        except Exception as error:
-            running.set_exception(error)
-        else:
-            running.set_result(result)
+        Whether one ends by its token is not known yet: its row is computed for nobody then.
+        """
+        if self._arrivals or self._cancels or not self._steps.can_start_behind(begun):
+            return None
+        running = begun.step.rows
+        sources = [place for place, row in enumerate(running) if self._goes_on(row.sequence)]
+        if not sources:
+            return None
+        rows = self._ledger.next_rows([running[place] for place in sources], self._plan(time.monotonic()))
+        return None if rows is None else self._steps.start_behind(begun, rows, sources)
+
+    def _goes_on(self, sequence: Sequence) -> bool:
+        """Whether a sequence in the running step wants another token after it, if that is not one to stop at."""
+        task = self._tasks.get(sequence.id)
+        if task is None or len(sequence.tokens) >= self.info.context_len:
+            return False
+        max_tokens = sequence.request.max_tokens
+        return max_tokens is None or task.num_sent + 1 < max_tokens
 
     async def _rest(self, plan: Plan) -> None:
         """Nothing to run: wait for a copy, for work, or, if there is work that nothing moves, say so."""
@@ -252,11 +250,8 @@ class Engine:
 
     async def _plan_and_apply(self) -> Plan:
         while True:
-            now_ms = time.monotonic() * 1e3
-            room = self._parking.free_pages()
-            slow = self._transfers.rates.slow_tiers(time.monotonic())
-            disk_room, spared = self._parking.disk_free_pages(), self._transfers.spared_pages
-            plan = self._ledger.apply(self._ledger.plan(now_ms, room, disk_room, slow, spared), now_ms)
+            now_s = time.monotonic()
+            plan = self._ledger.apply(self._plan(now_s), now_s * 1e3)
             for admission in plan.admissions:
                 self._admitted(self._tasks[admission.sequence.id])
             for failure in plan.failures:
@@ -267,6 +262,11 @@ class Engine:
             if self.info.is_async or not (plan.parks or plan.restores):
                 return plan
             await self._land_everything()
+
+    def _plan(self, now_s: float) -> Plan:
+        room, disk_room = self._parking.free_pages(), self._parking.disk_free_pages()
+        slow = self._transfers.rates.slow_tiers(now_s)
+        return self._ledger.plan(now_s * 1e3, room, disk_room, slow, self._transfers.spared_pages)
 
     async def _land_everything(self) -> None:
         loop = asyncio.get_running_loop()
@@ -290,26 +290,33 @@ class Engine:
         error = PoolExhausted(f"Context size has been exceeded: {why}; raise --ctx-size")
         self._end(self._tasks[failure.sequence.id], error)
 
-    # --- 5 to 7: the step
+    # --- 8: the step
 
-    async def _finish_step(self, step: Step, running: asyncio.Future[StepResult], started_s: float) -> None:
+    async def _finish_step(self, begun: Begun) -> None:
+        step = begun.step
         try:
-            result = await running
+            result = await begun.done
         except Exception as error:
             self._step_failed(step, error)
             return
-        now_s = self._last_step_at_s = time.monotonic()
+        now_s = time.monotonic()
+        step_s = now_s - max(begun.started_s, self._last_step_at_s)
+        self._last_step_at_s = now_s
         self._ledger.step_done(step.rows, {key: sampled.token for key, sampled in result.sampled.items()})
-        self._count(step, now_s - started_s)
+        self._count(step, step_s)
         self._is_stuck = False
         for row in step.rows:
-            self._after_row(self._tasks[row.sequence.id], result, row.start, row.length, now_s)
+            task = self._tasks.get(row.sequence.id)
+            if task is not None:  # else it ended after the step was started
+                self._after_row(task, result, row.start, row.length, now_s)
 
     def _step_failed(self, step: Step, error: Exception) -> None:
-        log.error("a step of %d sequences failed: %s", len(step.rows), error)
-        for row in step.rows:
+        tasks = [self._tasks[row.sequence.id] for row in step.rows if row.sequence.id in self._tasks]
+        if tasks:
+            log.error("a step of %d sequences failed: %s", len(tasks), error)
+        for task in tasks:
             self.counters.failed += 1
-            self._end(self._tasks[row.sequence.id], StepFailed(f"the step failed: {error}"))
+            self._end(task, StepFailed(f"the step failed: {error}"))
 
     def _after_row(self, task: Task, result: StepResult, start: int, length: int, now_s: float) -> None:
         sequence, request = task.sequence, task.sequence.request
@@ -391,73 +398,3 @@ class Engine:
         outbox, self._outbox = self._outbox, []
         for generation, event in outbox:
             generation.put(event)
-
-    def _observe(self, name: str, value: float) -> None:
-        self.counters.observe(name, value)
-
-
-class EngineHandle:
-    """What the HTTP side holds of the engine. All methods belong to the engine's event loop."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._task: asyncio.Task[None] | None = None
-
-    @property
-    def limits(self) -> EngineInfo:
-        return self._engine.info
-
-    @property
-    def snapshot(self) -> Snapshot:
-        return self._engine.snapshot()
-
-    @property
-    def counters(self) -> Counters:
-        return self._engine.counters
-
-    def submit(self, requests: Items[SequenceRequest], request_id: str) -> Generation:
-        """Start a request of one or more sequences.
-
-        Raises ContextExceeded or Unavailable, and then nothing was started.
-        """
-        info = self._engine.info
-        if self._engine.is_draining:
-            raise Unavailable("the server is shutting down")
-        for request in requests:
-            if len(request.prompt) >= info.context_len:
-                raise ContextExceeded(
-                    f"the prompt has {len(request.prompt)} tokens and a conversation may have {info.context_len}: "
-                    f"shorten it, or start the server with a larger --ctx-size",
-                    n_prompt_tokens=len(request.prompt),
-                    n_ctx=info.context_len,
-                )
-        if len(requests) > info.max_queue + info.num_slots:
-            raise InvalidRequest(
-                f"{len(requests)} sequences in one request; {info.num_slots} slots and a queue of {info.max_queue} "
-                f"(--max-queue) can never take them at once: send fewer prompts",
-                param="prompt",
-            )
-        if self._engine.num_waiting + len(requests) > info.max_queue:
-            raise Unavailable(f"the queue of {info.max_queue} requests is full (--max-queue)", retry_after_s=1)
-        return self._engine.submit(requests, request_id)
-
-    async def start(self) -> None:
-        self._task = asyncio.create_task(self._engine.run(), name="pyserve-engine")
-
-    async def drain(self, deadline_s: float) -> bool:
-        """Refuse new requests and wait until the running ones end, at most `deadline_s`. True: all have ended."""
-        self._engine.is_draining = True
-        try:
-            async with asyncio.timeout(deadline_s):
-                await self._engine.is_empty.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    async def stop(self) -> None:
-        """End what still runs, wait for every copy, stop the task."""
-        self._engine.is_draining = True
-        self._engine.stop()
-        if self._task is not None:
-            await self._task
-            self._task = None

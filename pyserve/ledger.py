@@ -185,6 +185,19 @@ class Ledger:
         num_evicted = self._residents.num_evicted - num_evicted
         return plan if plan.num_evictions == num_evicted else replace(plan, num_evictions=num_evicted)
 
+    def next_rows(self, rows: Iterable[tuple[Sequence, int, int, bool]], plan: Plan) -> Rows | None:
+        """The decode rows of those `rows` that go on, while the step of `rows` runs; their pages are theirs from now.
+
+        `plan`: what would be done now. None: there is something to do first, or no page is left. A sequence of these
+        rows may end before they have run; what they write then is in no page that anyone reads, because what is copied
+        or computed from there on comes after them.
+        """
+        view = self._view
+        is_idle = not (plan.parks or plan.restores or plan.admissions or plan.failures or plan.refused_rotation)
+        if not is_idle or plan.rotation_head is not view.rotation_head or len(plan.rows) != len(view.running):
+            return None
+        return self._residents.next_rows(rows)
+
     def step_done(self, rows: Iterable[tuple[Sequence, int, int, bool]], sampled: dict[int, int]) -> None:
         """The step ran. `sampled`: the next token of each row that samples, by sequence id."""
         self._residents.step_done(rows, sampled)

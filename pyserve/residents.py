@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from pyserve.plan import Rows
 from pyserve.prefix import Node
 from pyserve.sequence import Sequence, State
 from pyserve.view import View
@@ -59,6 +60,21 @@ class Residents:
         view.debt += debt - sequence.debt
         view.entry_debt += entry_debt - sequence.entry_debt
         sequence.debt, sequence.entry_debt = debt, entry_debt
+
+    def next_rows(self, rows: Iterable[tuple[Sequence, int, int, bool]]) -> Rows | None:
+        """The decode rows behind `rows`, which run and sample; each has its page. None where one finds none."""
+        size, pool = self._view.limits.page_size, self._view.pool
+        following, full = Rows(), []
+        for sequence, start, length, _ in rows:
+            following.add(sequence, start + length, 1, True)
+            if start + length >= len(sequence.pages) * size:
+                full.append(sequence)
+        if len(full) > pool.num_available:
+            return None
+        for sequence in full:
+            self._extend(sequence, len(sequence.pages) + 1)
+            self._set_debts(sequence)
+        return following
 
     def step_done(self, rows: Iterable[tuple[Sequence, int, int, bool]], sampled: Mapping[int, int]) -> None:
         """The tokens of `rows` are computed; `sampled` has the next ones, by sequence id."""

@@ -2,6 +2,9 @@
 
 `prepare` runs on the event loop and reads the sequences; `run` runs in the compute thread and reads only what
 `prepare` made, plus token lists that nobody changes before the step has been awaited.
+
+A step of plain rows may be followed: `prepare_next` makes the decode step behind it while it runs, its tokens still
+unknown, and the program goes from the one to the other without waiting for the event loop.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ class Step:
     requests: list[SampleRequest]
     sample_at: list[int]
     scored: list[tuple[Row, int]]  # rows whose prompt is scored, with their first logits row
+    sources: torch.Tensor | None = None  # int32 [T]: the sample rows of the step before that pick its tokens
 
     @property
     def is_plain(self) -> bool:
@@ -80,6 +84,7 @@ class Runner:
         self._program = program
         self._kv = kv
         self._slots = _Slots(num_slots, pages_per_sequence)
+        self._places = torch.arange(num_slots, dtype=torch.int32)
 
     def prepare(self, rows: Items[Row]) -> Step:
         """The tensors of one step. Every row's pages are allocated by now."""
@@ -121,17 +126,47 @@ class Runner:
         )
         return Step(tuple(rows), batch, requests, sample_at, scored)
 
+    @property
+    def can_follow(self) -> bool:
+        """Whether a step can be started behind another that runs."""
+        return self._program.can_follow
+
+    def prepare_next(self, rows: Items[Row], sources: list[int]) -> Step:
+        """The decode step behind a plain step that runs. Row i computes what that step picks for its sample row
+        `sources[i]`; its page is allocated by now.
+        """
+        slots: list[int] = []
+        requests: list[SampleRequest] = []
+        for row in rows:
+            slot = row.sequence.slot
+            assert slot is not None
+            self._slots.update(slot, row.sequence)
+            slots.append(slot)
+            requests.append(self._slots.requests[slot])  # type: ignore[arg-type]  # just brought up to date
+        batch = StepBatch(
+            tokens=self._places[: len(rows)],  # any will do
+            positions=_int32([row.start for row in rows]),
+            sequences=_int32(slots),
+            page_table=self._slots.tensor,
+            sample_rows=self._places[: len(rows)],
+        )
+        return Step(tuple(rows), batch, requests, list(range(len(rows))), [], _int32(sources))
+
     def fileno(self) -> int:
         """Readable when a step that `start` began is done."""
         return self._program.fileno()
 
+    def num_done(self) -> int:
+        """How many started steps were done since the last call, when `fileno()` is readable."""
+        return self._program.num_done()
+
     def start(self, step: Step) -> None:
-        """Begin a plain step in a thread of the program's; `collect` it once `fileno()` is readable."""
-        tables = sampling_tables(step.requests, self._program.vocab_size)
-        self._program.start(step.batch, self._kv.tensor, *tables)
+        """Begin a plain step in a thread of the program's; `collect` it once it is done."""
+        tables = sampling_tables(step.requests, self._program.vocab_size, num_ahead=step.sources is not None)
+        self._program.start(step.batch, self._kv.tensor, *tables, step.sources)
 
     def collect(self, step: Step) -> StepResult:
-        """The result of the step that `start` began. Raises RuntimeError or ValueError when it failed."""
+        """The result of the step that was started first. Raises RuntimeError or ValueError when it failed."""
         tokens: list[int] = self._program.collect().tolist()
         sampling = (row.sequence.id for row in step.rows if row.samples)
         return StepResult({key: Sampled(token, None) for key, token in zip(sampling, tokens, strict=True)}, {})

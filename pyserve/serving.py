@@ -13,8 +13,9 @@ from pathlib import Path
 
 from pyserve import ops
 from pyserve.disk_tier import DiskTier
-from pyserve.engine import Engine, EngineHandle
+from pyserve.engine import Engine
 from pyserve.errors import SettingsError
+from pyserve.handle import EngineHandle
 from pyserve.kv_store import KvStore
 from pyserve.ledger import Ledger
 from pyserve.models.load import Model, load

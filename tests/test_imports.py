@@ -24,10 +24,11 @@ LAYERS = (
     ("ops",),
     ("models", "sampler", "kv_store", "host_arena", "disk_tier", "parked", "copies", "tiers", "park"),
     ("runner",),
-    ("generation",),
+    ("generation", "steps"),
     ("task",),
     ("snapshot", "transfers"),
     ("engine",),
+    ("handle",),
     ("serving",),
     ("http",),
     ("app",),
@@ -37,7 +38,7 @@ FENCES = {
     "torch": {"ops", "models", "sampler", "kv_store", "host_arena", "disk_tier", "tiers", "runner"},
     "starlette": {"http", "app"},
     "hypercorn": {"__main__"},
-    "asyncio": {"engine", "generation", "serving", "park", "http", "app", "__main__"},
+    "asyncio": {"engine", "generation", "handle", "serving", "steps", "park", "http", "app", "__main__"},
 }
 # What the pure core may import from outside: no torch, no clock, no input or output.
 PURE = {

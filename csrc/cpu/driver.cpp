@@ -10,6 +10,11 @@
 #include "../check.h"
 
 namespace pyserve {
+namespace {
+
+constexpr size_t max_jobs = 2;
+
+}  // namespace
 
 Driver::Driver() {
   if (pipe(pipe_) != 0) throw std::system_error(errno, std::generic_category(), "pipe");
@@ -21,8 +26,8 @@ Driver::Driver() {
 Driver::~Driver() {
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return state_ != State::posted; });
-    state_ = State::closing;
+    changed_.wait(lock, [this] { return next() == nullptr; });
+    is_closing_ = true;
   }
   changed_.notify_all();
   thread_.join();
@@ -32,44 +37,48 @@ Driver::~Driver() {
 void Driver::start(std::function<void()> job) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    check(state_ == State::idle, "a step is running or waits to be collected: one at a time");
-    job_ = std::move(job);
-    state_ = State::posted;
+    check(jobs_.size() < max_jobs, "a step is running or waits to be collected, and another one is behind it: two at a time");
+    jobs_.push_back({std::move(job), nullptr});
   }
   changed_.notify_all();
 }
 
 void Driver::collect() {
-  std::function<void()> job;  // destroyed here, in the caller's thread, with all that it holds
-  std::exception_ptr error;
+  Job job;  // destroyed here, in the caller's thread, with all that it holds
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    check(state_ != State::idle, "no step was started");
-    changed_.wait(lock, [this] { return state_ == State::done; });
-    state_ = State::idle;
-    job.swap(job_);
-    error = std::exchange(error_, nullptr);
+    check(!jobs_.empty(), "no step was started");
+    changed_.wait(lock, [this] { return jobs_.front().is_done; });
+    job = std::move(jobs_.front());
+    jobs_.pop_front();
   }
-  if (error) std::rethrow_exception(error);
+  if (job.error) std::rethrow_exception(job.error);
+}
+
+Driver::Job* Driver::next() {
+  for (Job& job : jobs_)
+    if (!job.is_done) return &job;
+  return nullptr;
 }
 
 void Driver::work() {
   for (;;) {
+    Job* job = nullptr;  // stays where it is: only those before it are taken away
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait(lock, [this] { return state_ == State::posted || state_ == State::closing; });
-      if (state_ == State::closing) return;
+      changed_.wait(lock, [&] { return (job = next()) != nullptr || is_closing_; });
+      if (job == nullptr) return;
     }
     std::exception_ptr error;
     try {
-      job_();
+      job->run();
     } catch (...) {
       error = std::current_exception();
     }
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      error_ = error;
-      state_ = State::done;
+      job->error = error;
+      job->is_done = true;
     }
     changed_.notify_all();
     const char byte = 1;

@@ -78,7 +78,7 @@ void Program::linear(int64_t x, const std::vector<PackedWeight>& weights, const 
   if (reads_q8) need_q8(x);
   if (accumulate) readable(out, "out");
   Register* to = &writable(out, "out", width, false);
-  // Every member does its share of each product; no barrier between them, since they read one register and write columns of their own.
+  // Every member does its share of each product; none waits for another, since they read one register and write columns of their own.
   add(
       [=](const Step&, int64_t num_rows, Share share) {
         float* columns = to->f32.get();
@@ -146,7 +146,7 @@ void Program::set_logits(int64_t x) {
   readable(x, "logits");
   check(is_on_samples_, "logits must hold sample rows: take_rows must come before");
   for (Register& target : registers_) allocate(target);
-  next_part_ = std::make_unique<std::atomic<int>[]>(instructions_.size());
+  progress_ = std::make_unique<Progress[]>(instructions_.size());
   logits_ = x;
 }
 
@@ -193,14 +193,14 @@ void Program::need_q8(int64_t x) {
 }
 
 void Program::add(Kernel kernel, const std::vector<int64_t>& read, const std::vector<int64_t>& written, int64_t row_work) {
-  const bool needs_barrier = has_common(read, written_) || has_common(written, written_) || has_common(written, read_);
-  if (needs_barrier) {
+  const bool waits = has_common(read, written_) || has_common(written, written_) || has_common(written, read_);
+  if (waits) {
     read_.clear();
     written_.clear();
   }
   read_.insert(read_.end(), read.begin(), read.end());
   written_.insert(written_.end(), written.begin(), written.end());
-  instructions_.push_back(Instruction{std::move(kernel), row_work, is_on_samples_, needs_barrier});
+  instructions_.push_back(Instruction{std::move(kernel), row_work, is_on_samples_, waits});
 }
 
 void Program::note_shape(const AttentionShape& shape) {
@@ -237,7 +237,10 @@ const float* Program::run(const Batch& batch, const Pool& pool) {
   check_batch(batch, pool);
   prepare_workspace(batch, pool);
   const Step step{batch, pool};
-  for (size_t i = 0; i < instructions_.size(); ++i) next_part_[i].store(0, std::memory_order_relaxed);
+  for (size_t i = 0; i < instructions_.size(); ++i) {
+    progress_[i].claimed.store(0, std::memory_order_relaxed);
+    progress_[i].num_done.store(0, std::memory_order_relaxed);
+  }
   const uint64_t first_call = num_calls.fetch_add(instructions_.size()) + 1;
   team_.run([&](Share share) { execute(step, first_call, share.index); });
   return registers_[static_cast<size_t>(*logits_)].f32.get();
@@ -245,10 +248,13 @@ const float* Program::run(const Batch& batch, const Pool& pool) {
 
 void Program::sample(const float* logits, int64_t vocab_size, const std::vector<SampleRow>& rows, int32_t* tokens) {
   const auto lock = lock_running();
-  const auto pick = [&](Share share) {
-    std::vector<float> scratch(static_cast<size_t>(2 * vocab_size));
-    for (size_t i = static_cast<size_t>(share.index); i < rows.size(); i += static_cast<size_t>(share.count))
+  std::atomic<size_t> next{0};
+  const auto pick = [&](Share) {
+    thread_local std::vector<float> scratch;  // kept: taking so much memory anew costs more than a greedy row
+    scratch.resize(std::max(scratch.size(), static_cast<size_t>(2 * vocab_size)));
+    for (size_t i; (i = next.fetch_add(1)) < rows.size();) {
       tokens[i] = sample_row(logits + static_cast<int64_t>(i) * vocab_size, vocab_size, rows[i], scratch.data());
+    }
   };
   if (rows.size() == 1)  // not worth waking the others
     pick({0, 1});
@@ -278,22 +284,41 @@ int Program::num_parts(const Instruction& instruction, int64_t num_rows) const {
   return static_cast<int>(members == 1 ? 1 : members * std::clamp(work / (members * part_work), int64_t{1}, max_parts));
 }
 
-// Where the work is large, members claim its parts one by one, since one that the system interrupts (the event loop needs a processor, too) would keep the
-// others waiting with what was dealt to it. Who computes a part changes no bit.
+int64_t Program::num_rows(const Step& step, const Instruction& instruction) const {
+  return instruction.is_on_samples ? step.batch.num_samples : step.batch.rows.num_rows;
+}
+
+// Its own part first: what a member reads is then in its own cache from the step before.
+int Program::claim(Progress& progress, int parts, int index) const {
+  if (parts > 64 || parts != team_.num_threads()) {
+    const uint64_t part = progress.claimed.fetch_add(1, std::memory_order_relaxed);
+    return part < static_cast<uint64_t>(parts) ? static_cast<int>(part) : -1;
+  }
+  for (int i = 0; i < parts; ++i) {
+    const int part = (index + i) % parts;
+    const uint64_t bit = uint64_t{1} << part;
+    if (progress.claimed.load(std::memory_order_relaxed) & bit) continue;
+    if (!(progress.claimed.fetch_or(bit, std::memory_order_relaxed) & bit)) return part;
+  }
+  return -1;
+}
+
+// Who computes a part changes no bit.
 void Program::execute(const Step& step, uint64_t first_call, int index) {
-  const int num_members = team_.num_threads();
+  size_t first_open = 0;  // all before it are done
   for (size_t i = 0; i < instructions_.size(); ++i) {
     const Instruction& instruction = instructions_[i];
-    const int64_t num_rows = instruction.is_on_samples ? step.batch.num_samples : step.batch.rows.num_rows;
-    if (num_rows == 0) continue;  // by every member alike, so that the barriers stay in step
-    if (instruction.needs_barrier) team_.barrier();
-    const int parts = num_parts(instruction, num_rows);
-    if (parts == num_members) {
-      instruction.kernel(step, num_rows, {index, num_members, first_call + i});
-      continue;
+    const int64_t rows = num_rows(step, instruction);
+    if (rows == 0) continue;
+    for (; instruction.waits && first_open < i; ++first_open) {
+      const int64_t rows_before = num_rows(step, instructions_[first_open]);
+      const int parts = rows_before == 0 ? 0 : num_parts(instructions_[first_open], rows_before);
+      team_.wait([&] { return progress_[first_open].num_done.load() >= parts; });
     }
-    for (int part; (part = next_part_[i].fetch_add(1, std::memory_order_relaxed)) < parts;) {
-      instruction.kernel(step, num_rows, {part, parts, first_call + i});
+    const int parts = num_parts(instruction, rows);
+    for (int part; (part = claim(progress_[i], parts, index)) >= 0;) {
+      instruction.kernel(step, rows, {part, parts, first_call + i});
+      if (progress_[i].num_done.fetch_add(1) + 1 == parts) team_.wake();
     }
   }
 }

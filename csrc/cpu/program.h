@@ -1,8 +1,9 @@
 // A model's step as a fixed list of kernel calls.
 //
 // The list is made once, at load: every shape, width and type is checked then, so that a run checks only its batch. `run` wakes the thread team once; each
-// member walks the whole list and does its Share of each instruction. A barrier stands in front of an instruction only if it touches a register (or a layer of
-// the pool) that a member may still be writing or reading since the last barrier.
+// member walks the whole list and claims parts of each instruction until none is left. An instruction waits for all before it only if it touches a register (or a
+// layer of the pool) that one of them may still be writing or reading. It waits for their parts, not for members: one that the system has interrupted, because
+// the event loop needs a processor too, holds up nobody but the part that it was in, and finds its other work done.
 //
 // Registers are buffers that the program owns: float [rows, width], 64-byte aligned, zero at first. What is computed before `take_rows` has one row a token,
 // what comes after has one row a sample. `set_logits` closes the list and allocates: a register that only ever holds sample rows gets max_samples rows, so the
@@ -84,7 +85,11 @@ class Program {
     Kernel kernel;
     int64_t row_work;  // multiply-adds for each row where they are many, else 0
     bool is_on_samples;
-    bool needs_barrier;
+    bool waits;  // for all before it
+  };
+  struct alignas(64) Progress {  // of one instruction in one run
+    std::atomic<uint64_t> claimed;  // parts: a bit for each where every member has one, else their number
+    std::atomic<int> num_done;
   };
 
   Register& reg(int64_t index, const char* name);
@@ -97,22 +102,24 @@ class Program {
   void check_batch(const Batch& batch, const Pool& pool) const;
   void allocate(Register& target);
   void check_pool(const Pool& pool) const;
-  int64_t pool_layer(int64_t layer) const { return -1 - layer; }  // a layer of the pool counts as a register for barriers
+  int64_t pool_layer(int64_t layer) const { return -1 - layer; }  // a layer of the pool counts as a register
   void prepare_workspace(const Batch& batch, const Pool& pool);
   int num_parts(const Instruction& instruction, int64_t num_rows) const;
   void execute(const Step& step, uint64_t first_call, int index);
+  int64_t num_rows(const Step& step, const Instruction& instruction) const;
+  int claim(Progress& progress, int parts, int index) const;  // a part, or -1
 
   const int64_t max_tokens_, max_samples_;
   bool is_on_samples_ = false;
   std::deque<Register> registers_;  // kernels keep pointers to them
   std::vector<Instruction> instructions_;
-  std::vector<int64_t> read_, written_;  // since the last barrier
+  std::vector<int64_t> read_, written_;  // since the last instruction that waits
   std::optional<int64_t> logits_;
   int64_t vocab_size_ = INT32_MAX, max_positions_ = INT32_MAX, num_layers_ = 0;
   std::optional<AttentionShape> shape_;
   Memory<uint8_t> workspace_;  // of attention
   size_t workspace_bytes_ = 0;
-  std::unique_ptr<std::atomic<int>[]> next_part_;  // of each instruction
+  std::unique_ptr<Progress[]> progress_;  // of each instruction
   std::mutex running_;
   Team team_;
 };

@@ -12,7 +12,7 @@
 namespace pyserve {
 namespace {
 
-constexpr int num_spins = 1000;  // some 20 us: longer than a barrier between two balanced kernels takes, shorter than a wake-up twice over
+constexpr int num_spins = 1000;  // some 20 us: longer than the others take to end a balanced kernel, shorter than a wake-up twice over
 
 void relax() {
 #if PYSERVE_X86
@@ -39,14 +39,13 @@ Team::~Team() { close(); }
 void Team::close() {
   is_closing_ = true;
   run_id_.fetch_add(1);
-  wake_sleepers();
+  wake();
   for (std::thread& thread : threads_) thread.join();
 }
 
 // Spin, then sleep. A sleeper announces itself before it looks a last time, and whoever changes what is waited for looks for sleepers afterwards (both
 // sequentially consistent), so no wake-up is lost.
-template <class Ready>
-void Team::wait_until(Ready is_ready) {
+void Team::wait_until(const std::function<bool()>& is_ready) {
   for (int i = 0; i < num_spins; ++i) {
     if (is_ready()) return;
     relax();
@@ -58,18 +57,16 @@ void Team::wait_until(Ready is_ready) {
 }
 
 void Team::wake_sleepers() {
-  if (num_sleeping_.load() == 0) return;
   { std::lock_guard<std::mutex> lock(mutex_); }  // a sleeper is now either in its wait or past its last look
   changed_.notify_all();
 }
 
 void Team::run(const std::function<void(Share)>& function) {
   function_ = &function;
-  num_arrived_ = 0;
   num_done_ = 0;
   has_failed_ = false;
   run_id_.fetch_add(1);
-  wake_sleepers();
+  wake();
   take_part(0);
   wait_until([this] { return num_done_.load() == num_threads_; });
   if (has_failed_) {
@@ -87,20 +84,8 @@ void Team::take_part(int index) {
     if (!error_) error_ = std::current_exception();
     has_failed_ = true;
   }
-  if (has_failed_) wake_sleepers();
-  if (num_done_.fetch_add(1) + 1 == num_threads_) wake_sleepers();
-}
-
-void Team::barrier() {
-  const uint64_t id = barrier_id_.load();
-  if (num_arrived_.fetch_add(1) + 1 == num_threads_) {
-    num_arrived_ = 0;
-    barrier_id_.fetch_add(1);
-    wake_sleepers();
-  } else {
-    wait_until([this, id] { return barrier_id_.load() != id || has_failed_.load(); });
-  }
-  if (has_failed_) throw Stopped();
+  if (has_failed_) wake();
+  if (num_done_.fetch_add(1) + 1 == num_threads_) wake();
 }
 
 void Team::work(int index) {

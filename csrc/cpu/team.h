@@ -1,9 +1,9 @@
 // A persistent team of threads that run one function together, each with its Share.
 //
 // A step is some 300 kernel calls of 5-50 us, so starting threads, or waking them per call, would cost more than the work. `run` wakes the team once; inside,
-// `barrier` separates kernels. Both spin for some 20 us, the time that a barrier usually takes, then sleep: an idle or outnumbered team costs no CPU.
+// members `wait` for what others do. Both spin for some 20 us, the time that the others usually take, then sleep: an idle or outnumbered team costs no CPU.
 //
-// The caller is member 0. The first exception of any member stops the run: the others leave at their next barrier, and `run` throws it again in the caller.
+// The caller is member 0. The first exception of any member stops the run: the others leave at their next wait, and `run` throws it again in the caller.
 // One run at a time; a team of one has no threads. The destructor joins; it must not be called during a run.
 #pragma once
 #include <atomic>
@@ -27,23 +27,28 @@ class Team {
 
   int num_threads() const { return num_threads_; }
   void run(const std::function<void(Share)>& function);
-  void barrier();  // only inside a run, by every member
+  // Only inside a run. Until `is_ready()`, which reads atomics that other members change; who makes it true calls `wake` afterwards.
+  template <class Ready>
+  void wait(Ready is_ready) {
+    if (!is_ready()) wait_until([&] { return is_ready() || has_failed_.load(); });
+    if (has_failed_) throw Stopped();
+  }
+  void wake() {
+    if (num_sleeping_.load() != 0) wake_sleepers();
+  }
 
  private:
-  struct Stopped {};  // thrown out of a barrier when another member failed
+  struct Stopped {};  // thrown out of a wait when another member failed
 
   void close();
   void work(int index);
   void take_part(int index);
-  template <class Ready>
-  void wait_until(Ready is_ready);
+  void wait_until(const std::function<bool()>& is_ready);
   void wake_sleepers();
 
   const int num_threads_;
   const std::function<void(Share)>* function_ = nullptr;
   std::atomic<uint64_t> run_id_{0};
-  std::atomic<uint64_t> barrier_id_{0};
-  std::atomic<int> num_arrived_{0};
   std::atomic<int> num_done_{0};
   std::atomic<int> num_sleeping_{0};
   std::atomic<bool> has_failed_{false};

@@ -33,6 +33,8 @@ def pack(type_name: str, raw: torch.Tensor | np.ndarray, rows: int, cols: int) -
 class CudaProgram(Program):
     """A program whose instructions run on the device. `run` reads logits back; `run_greedy` only token ids."""
 
+    can_follow = False
+
     def __init__(self, device: Any, *, max_tokens: int, max_samples: int) -> None:
         self._use(torch.classes.pyserve_cuda.Program(device, max_tokens, max_samples), max_tokens, max_samples)
         self._run_greedy: Any = self._handle.run_greedy
@@ -58,14 +60,23 @@ class CudaProgram(Program):
         return torch.tensor(picked, dtype=torch.int32)
 
     def start(
-        self, batch: StepBatch, kv: torch.Tensor, real: torch.Tensor, whole: torch.Tensor, bans: torch.Tensor
+        self,
+        batch: StepBatch,
+        kv: torch.Tensor,
+        real: torch.Tensor,
+        whole: torch.Tensor,
+        bans: torch.Tensor,
+        sources: torch.Tensor | None = None,
     ) -> None:
-        if self._started is not None:
+        if sources is not None or self._started is not None:
             raise ValueError("the program is running: one step at a time")
         self._started = self._thread.submit(self._step, batch, kv, real, whole, bans)
 
     def fileno(self) -> int:
         return self._done
+
+    def num_done(self) -> int:
+        return os.eventfd_read(self._done)
 
     def collect(self) -> torch.Tensor:
         if self._started is None:

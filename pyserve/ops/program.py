@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -67,9 +68,14 @@ class Program:
     are kept, not copied. Results depend neither on `num_threads` nor on what else is in a batch, bit for bit.
     """
 
+    can_follow = True  # a step can be started behind another
+
     def __init__(self, *, max_tokens: int, max_samples: int, num_threads: int) -> None:
         self.num_threads = num_threads
         self._use(torch.classes.pyserve.Program(max_tokens, max_samples, num_threads), max_tokens, max_samples)
+        self._start: Any = self._handle.start  # looking up a method of such an object takes longer than calling it
+        self._collect: Any = self._handle.collect
+        self._fileno: int = self._handle.fileno()
 
     def _use(self, handle: Any, max_tokens: int, max_samples: int) -> None:
         self.max_tokens = max_tokens
@@ -173,24 +179,37 @@ class Program:
         return result
 
     def start(
-        self, batch: StepBatch, kv: torch.Tensor, real: torch.Tensor, whole: torch.Tensor, bans: torch.Tensor
+        self,
+        batch: StepBatch,
+        kv: torch.Tensor,
+        real: torch.Tensor,
+        whole: torch.Tensor,
+        bans: torch.Tensor,
+        sources: torch.Tensor | None = None,
     ) -> None:
         """Begin a step and the sampling of its R sample rows in a thread of the program's, and return at once.
 
         `real` and `whole` are as in `sample`; `bans` int64 [n, 2]: (sample row, token id) that cannot be picked. When
-        it is done, `fileno()` has a byte to read, and `collect` gives the result. One step at a time. The batch's
-        tensors must not change until then.
+        it is done, `fileno()` is readable, `num_done` counts it, and `collect` gives the result. The batch's tensors
+        must not change until then, but for columns of the page table that the step does not reach.
+
+        One step may be started behind another that is not collected yet. With `sources`, int32 [T], its tokens are
+        not known: row i's is the one that the step before picks for its sample row sources[i]. It fails if that fails.
         """
-        self._handle.start(
-            batch.tokens, batch.positions, batch.sequences, batch.page_table, batch.sample_rows, kv, real, whole, bans
-        )
+        self._start(
+            batch.tokens, batch.positions, batch.sequences, batch.page_table, batch.sample_rows, kv, real, whole, bans,
+            sources,
+        )  # fmt: skip
 
     def fileno(self) -> int:
         """The file descriptor that becomes readable when a started step is done."""
-        number: int = self._handle.fileno()
-        return number
+        return self._fileno
+
+    def num_done(self) -> int:
+        """How many started steps were done since the last call. Call it when `fileno()` is readable."""
+        return len(os.read(self.fileno(), 64))
 
     def collect(self) -> torch.Tensor:
-        """The tokens that the started step picked, int32 [R]. Waits for it; raises what it raised."""
-        result: torch.Tensor = self._handle.collect()
+        """The tokens that the oldest started step picked, int32 [R]. Waits for it; raises what it raised."""
+        result: torch.Tensor = self._collect()
         return result

@@ -7,8 +7,9 @@ import random
 
 import pytest
 
-from pyserve.engine import Engine, EngineHandle
+from pyserve.engine import Engine
 from pyserve.errors import ContextExceeded, InvalidRequest, PoolExhausted, StepFailed, Unavailable
+from pyserve.handle import EngineHandle
 from pyserve.models.load import Model
 from pyserve.serving import build_engine
 from pyserve.settings import Settings

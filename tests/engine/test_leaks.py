@@ -17,8 +17,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pyserve.engine import Engine, EngineHandle
+from pyserve.engine import Engine
 from pyserve.generation import Generation
+from pyserve.handle import EngineHandle
 from pyserve.host_arena import allocate_slab
 from pyserve.models.load import Model
 from pyserve.serving import build_engine

@@ -19,7 +19,7 @@ from pyserve.park import Parking
 from pyserve.sequence import Tier
 from tests.engine.faults import FaultyStream
 from tests.engine.parked import sequence_of, small_store
-from tests.engine.workload import SEEDED, Run, alone, assert_clean, four_chats, run
+from tests.engine.workload import SEEDED, Run, alone, assert_clean, four_chats, ignore_speed, run
 
 CHATS = four_chats(SEEDED)
 
@@ -31,10 +31,15 @@ def texts(tiny_model: Model) -> list[list[int]]:
 
 def pressed(model: Model, prepare: Callable[[Engine], None], **settings: object) -> Run:
     """Four chats on a pool for two; `prepare` breaks something."""
+
+    def prepare_all(engine: Engine) -> None:
+        ignore_speed(engine)
+        prepare(engine)
+
     return run(
         model,
         [[chat] for chat in CHATS],
-        prepare=prepare,
+        prepare=prepare_all,
         **{"ctx_size": 256, "parallel": 4, "page_size": 4, "verify_parks": "all", **settings},
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from pyserve.engine import EngineHandle
+from pyserve.handle import EngineHandle
 from pyserve.models.load import Model
 from pyserve.serving import build_engine
 from pyserve.settings import Settings

@@ -1,6 +1,7 @@
 // What Python cannot provoke: members that throw. Prints "good", or the first line that is wrong.
 #include "cpu/team.h"
 
+#include <atomic>
 #include <cstdio>
 #include <stdexcept>
 #include <string>
@@ -15,16 +16,28 @@ using pyserve::Team;
     return 1;                                              \
   }
 
-// Each member adds up what all wrote in the round before: right only if every barrier holds.
+// Waits until every member has come so far.
+struct Rounds {
+  Team& team;
+  std::atomic<int> num_arrivals{0};
+  void end(int round) {
+    num_arrivals.fetch_add(1);
+    team.wake();
+    team.wait([&] { return num_arrivals.load() >= (round + 1) * team.num_threads(); });
+  }
+};
+
+// Each member adds up what all wrote in the round before: right only if every wait holds.
 bool counts_right(Team& team, int num_rounds) {
   const int count = team.num_threads();
+  Rounds rounds{team};
   std::vector<std::vector<long>> written(2, std::vector<long>(static_cast<size_t>(count), 1));
   team.run([&](Share share) {
     for (int round = 0; round < num_rounds; ++round) {
       long sum = 0;
       for (long value : written[round % 2]) sum += value;
       written[(round + 1) % 2][static_cast<size_t>(share.index)] = sum % 1000003;
-      team.barrier();
+      rounds.end(round);
     }
   });
   long wanted = 1;
@@ -36,11 +49,12 @@ bool counts_right(Team& team, int num_rounds) {
 }
 
 std::string failure_of(Team& team, int culprit, int round) {
+  Rounds rounds{team};
   try {
     team.run([&](Share share) {
       for (int i = 0; i < 100; ++i) {
         if (share.index == culprit && i == round) throw std::runtime_error("member " + std::to_string(culprit));
-        team.barrier();
+        rounds.end(i);
       }
     });
   } catch (const std::runtime_error& error) {

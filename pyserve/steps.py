@@ -1,0 +1,83 @@
+"""Steps that run beside the event loop, and the futures that say what they gave.
+
+A plain step runs in the program's own thread, which needs no interpreter lock and tells the loop through a descriptor;
+one may wait there behind another. Any other step runs in an interpreter's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence as Items
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from pyserve.plan import Row
+from pyserve.runner import Runner, Step, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A step that runs, or waits behind one that does."""
+
+    step: Step
+    done: asyncio.Future[StepResult]
+    started_s: float  # time.monotonic()
+
+
+class Steps:
+    """Starts the steps of one runner, from one event loop."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._begun: deque[Begun] = deque()  # the plain ones that are not done, oldest first
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="pyserve-compute")
+
+    def open(self) -> None:
+        """From the running loop, before the first step."""
+        asyncio.get_running_loop().add_reader(self._runner.fileno(), self._collect)
+
+    async def close(self) -> None:
+        """After the last step: waits for those that still write to their sequences' pages."""
+        await self.abandon()
+        asyncio.get_running_loop().remove_reader(self._runner.fileno())
+        self._compute.shutdown()
+
+    def start(self, step: Step) -> Begun:
+        """Begin a step and return at once. What goes wrong is in the future too."""
+        loop = asyncio.get_running_loop()
+        if not step.is_plain:
+            return Begun(step, loop.run_in_executor(self._compute, self._runner.run, step), time.monotonic())
+        begun = Begun(step, loop.create_future(), time.monotonic())
+        try:
+            self._runner.start(step)
+        except Exception as error:
+            begun.done.set_exception(error)
+        else:
+            self._begun.append(begun)
+        return begun
+
+    def start_behind(self, begun: Begun, rows: Items[Row], sources: list[int]) -> Begun:
+        """The decode step behind `begun`: row i computes what that one samples for its sample row `sources[i]`."""
+        return self.start(self._runner.prepare_next(rows, sources))
+
+    def can_start_behind(self, begun: Begun) -> bool:
+        """Every row of `begun` samples, in the program's thread, and the program takes a second step."""
+        is_running = begun.step.is_plain and not begun.done.done()
+        return is_running and self._runner.can_follow and all(row.samples for row in begun.step.rows)
+
+    async def abandon(self) -> None:
+        """Waits for every step that was started; nobody wants what they give."""
+        await asyncio.gather(*(begun.done for begun in self._begun), return_exceptions=True)
+
+    def _collect(self) -> None:
+        """The descriptor that says so is readable."""
+        for _ in range(self._runner.num_done()):
+            begun = self._begun.popleft()
+            try:
+                result = self._runner.collect(begun.step)
+            except Exception as error:
+                begun.done.set_exception(error)
+            else:
+                begun.done.set_result(result)

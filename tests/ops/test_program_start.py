@@ -1,0 +1,98 @@
+"""Steps that run in the program's own thread: started, one behind another, and collected in turn."""
+
+from __future__ import annotations
+
+import select
+
+import pytest
+import torch
+
+from pyserve.ops import Program, StepBatch
+from tests.ops.paged import ints
+from tests.ops.small_model import SmallModel, batch_of
+
+PAGE_TABLE = ints([[3, 2, -1], [0, 1, -1], [4, 5, -1]])
+GREEDY = (torch.zeros(3, 3), torch.zeros(3, 3, dtype=torch.int64), torch.empty(0, 2, dtype=torch.int64))
+
+
+def prompts() -> StepBatch:
+    return batch_of([(0, 0, [5, 9, 2]), (1, 0, [7]), (2, 0, [1, 3])], PAGE_TABLE)
+
+
+def tables(num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return GREEDY[0][:num_rows], GREEDY[1][:num_rows], GREEDY[2]
+
+
+def wait(program: Program, num_steps: int) -> None:
+    while num_steps > 0:
+        assert select.select([program.fileno()], [], [], 10)[0], "no step was done in 10 s"
+        num_steps -= program.num_done()
+    assert num_steps == 0
+
+
+def sample_rows(batch: StepBatch) -> StepBatch:
+    """The last row of each sequence is sampled."""
+    last = [i for i, s in enumerate(batch.sequences.tolist()) if batch.sequences.tolist()[i + 1 : i + 2] != [s]]
+    return StepBatch(batch.tokens, batch.positions, batch.sequences, batch.page_table, ints(last))
+
+
+def test_a_step_behind_another_takes_its_tokens_from_it() -> None:
+    model = SmallModel()
+    first = sample_rows(prompts())
+    program, kv = model.program(), model.pool(6, 4)
+    program.start(first, kv, *tables(3))
+    behind = StepBatch(ints([0, 0]), ints([2, 3]), ints([2, 0]), PAGE_TABLE, ints([0, 1]))  # sequence 1 has ended
+    program.start(behind, kv, *tables(2), ints([2, 0]))
+    wait(program, 2)
+    picked, next_picked = program.collect(), program.collect()
+
+    other, other_kv = model.program(), model.pool(6, 4)
+    wanted = other.run(first, other_kv).argmax(1).int()
+    assert torch.equal(picked, wanted)
+    known = StepBatch(wanted[[2, 0]].contiguous(), *[getattr(behind, name) for name in StepBatch.__slots__[1:]])
+    assert torch.equal(next_picked, other.run(known, other_kv).argmax(1).int())
+    assert torch.equal(kv, other_kv)
+
+
+def test_two_steps_at_most_are_started() -> None:
+    model = SmallModel()
+    program, kv = model.program(), model.pool(6, 4)
+    behind = StepBatch(ints([0]), ints([1]), ints([1]), PAGE_TABLE, ints([0]))
+    with pytest.raises(ValueError, match="no step was started before"):
+        program.start(behind, kv, *tables(1), ints([1]))
+    program.start(sample_rows(prompts()), kv, *tables(3))
+    program.start(behind, kv, *tables(1), ints([1]))
+    with pytest.raises(ValueError, match="two at a time"):
+        program.start(behind, kv, *tables(1), ints([0]))
+    assert program.collect().shape == (3,)
+    assert program.collect().shape == (1,)
+    with pytest.raises(ValueError, match="no step was started"):
+        program.collect()
+
+
+def test_a_step_behind_one_that_failed_fails_too() -> None:
+    model = SmallModel()
+    program, kv = model.program(), model.pool(6, 4)
+    bad = sample_rows(batch_of([(0, 0, [10**6])], PAGE_TABLE))
+    program.start(bad, kv, *tables(1))
+    behind = StepBatch(ints([0]), ints([1]), ints([0]), PAGE_TABLE, ints([0]))
+    program.start(behind, kv, *tables(1), ints([0]))
+    wait(program, 2)
+    with pytest.raises(ValueError, match="tokens"):
+        program.collect()
+    with pytest.raises(ValueError, match="the step before it failed"):
+        program.collect()
+    assert not kv.any()
+    program.start(sample_rows(prompts()), kv, *tables(3))
+    assert program.collect().shape == (3,)
+
+
+def test_sources_name_sample_rows_of_the_step_before() -> None:
+    model = SmallModel()
+    program, kv = model.program(), model.pool(6, 4)
+    program.start(sample_rows(prompts()), kv, *tables(3))
+    behind = StepBatch(ints([0]), ints([1]), ints([1]), PAGE_TABLE, ints([0]))
+    program.start(behind, kv, *tables(1), ints([3]))
+    program.collect()
+    with pytest.raises(ValueError, match="sources"):
+        program.collect()
