@@ -232,8 +232,8 @@ def allocate_slab(num_bytes: int) -> torch.Tensor:
 
 
 class SlabMaker:
-    """Makes slabs as a device's copies need them. Where memory cannot be pinned, copies make their caller wait: that is
-    said once, and parking goes on (R17).
+    """Makes slabs as a device's copies need them. Where memory cannot be pinned, copies are slower and take turns: that
+    is said once, and parking goes on (R17).
     """
 
     def __init__(self, device: Device) -> None:
@@ -255,7 +255,7 @@ class SlabMaker:
         except RuntimeError as error:
             self.is_pinned = False
             reason = str(error).split("\n", 1)[0]
-            log.warning("%d bytes of host memory: %s; steps wait for parks and restores from now on", num_bytes, reason)
+            log.warning("%d bytes of host memory: %s; parks and restores are slower from now on", num_bytes, reason)
             return slab
 
 

@@ -67,7 +67,7 @@ async def start_engine(settings: Settings, model_path: Path, on_progress: Callab
     except ValueError as error:
         reason = str(error).split("\n", 1)[0]  # torch adds a trace of its own calls
         raise SettingsError(f"--device {device.name} cannot run this model: {reason}") from error
-    engine = EngineHandle(build_engine(model, settings, num_threads))
+    engine = EngineHandle(await asyncio.to_thread(build_engine, model, settings, num_threads))
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()  # a vocabulary is 100,000 objects that stay; walking them again and again would stall the loop
@@ -76,7 +76,7 @@ async def start_engine(settings: Settings, model_path: Path, on_progress: Callab
 
 
 def build_engine(model: Model, settings: Settings, num_threads: int) -> Engine:
-    """The engine of a loaded model, not started. The pool is rounded up to whole pages."""
+    """The engine of a loaded model, not started. The pool is rounded up to whole pages. Takes its time on a GPU."""
     spec, page_size = model.spec, settings.page_size
     num_pages = math.ceil(settings.ctx_size / page_size)
     kv = KvStore(
@@ -126,6 +126,7 @@ def build_engine(model: Model, settings: Settings, num_threads: int) -> Engine:
 def _parking(kv: KvStore, settings: Settings) -> Parking:
     """The tiers. Raises SettingsError when the directory of the disk tier cannot be used."""
     stream = kv.device.copy_stream()
+    stream.calibrate(kv.tensor)
     disk = None
     if "disk" in _tiers(settings):
         limit_bytes = settings.preempt_disk_limit_mib << 20

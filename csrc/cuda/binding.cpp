@@ -238,9 +238,11 @@ EventPtr post_copy(const StreamPtr& self, const Tensor& pool, const Tensor& host
   return c10::make_intrusive<EventHolder>(self->stream->post(copy, std::move(kept)));
 }
 
-void calibrate(const StreamPtr& self, const Tensor& pool) {
+// chunk_bytes, max_calls, min_batch_bytes
+Shape calibrate(const StreamPtr& self, const Tensor& pool, int64_t limit_us) {
   check_on_device(pool, "pool");
-  self->stream->calibrate(pool.data_ptr(), pool.size(0), static_cast<int64_t>(pool.nbytes()) / pool.size(0));
+  const CopyTuning found = self->stream->calibrate(pool.data_ptr(), pool.size(0), static_cast<int64_t>(pool.nbytes()) / pool.size(0), limit_us);
+  return {found.chunk_bytes, found.max_calls, found.min_batch_bytes};
 }
 
 }  // namespace

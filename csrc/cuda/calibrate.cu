@@ -1,7 +1,8 @@
 // Measures once at start what the choice between the ways of copying goes by (page_copy.cu).
 //
 // Scattered pieces of a few sizes are copied from the pool to the host by each way: the pool stays as it is, the host buffer is overwritten. Of three tries the
-// shortest counts. Nothing of it is exact, nor need be: ways that are nearly as good as each other may be taken for each other.
+// shortest counts. Nothing of it is exact, nor need be: ways that are nearly as good as each other may be taken for each other. The time is looked at between
+// copies, of 16 MiB at most; a calibration that is cut short leaves the defaults.
 #include <algorithm>
 #include <chrono>
 #include <limits>
@@ -25,11 +26,13 @@ struct Times {
   int64_t num_pieces = 0;
 };
 
+using Deadline = std::chrono::steady_clock::time_point;
+
 double us_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
 }
 
-int measure(const PoolCopy& memory, int64_t piece_bytes, CopyWay way, void* stream, Times* times) {
+int measure(const PoolCopy& memory, int64_t piece_bytes, CopyWay way, Deadline deadline, void* stream, Times* times) {
   const int64_t pool_pieces = memory.num_pages * memory.page_bytes / piece_bytes;
   times->num_pieces = std::min({kMaxPieces, pool_pieces / 2, memory.host_bytes / piece_bytes});
   if (times->num_pieces < 2) return kRefused;
@@ -48,6 +51,7 @@ int measure(const PoolCopy& memory, int64_t piece_bytes, CopyWay way, void* stre
   copy.tuning = kDefaultTuning;
   copy.hashes = nullptr;
   for (int i = 0; i < kTries + 1; ++i) {  // the first warms up
+    if (std::chrono::steady_clock::now() >= deadline) return kNotReady;
     const auto start = std::chrono::steady_clock::now();
     int error = pyserve_cuda_page_copy(&copy, stream, nullptr, 0);
     const double post_us = us_since(start);
@@ -60,18 +64,15 @@ int measure(const PoolCopy& memory, int64_t piece_bytes, CopyWay way, void* stre
   return 0;
 }
 
-}  // namespace
-
-extern "C" int pyserve_cuda_calibrate(const PoolCopy* memory, CopyTuning* tuning, void* stream) {
+int calibrate(const PoolCopy* memory, CopyTuning* tuning, Deadline deadline, void* stream) {
   const bool can_batch = pyserve_cuda_can_batch() != 0;
-  *tuning = kDefaultTuning;
   tuning->min_batch_bytes = std::numeric_limits<int64_t>::max();
   bool is_largest = true, is_batch_good = can_batch;
   for (size_t i = std::size(kSizes); i-- > 0;) {  // downwards, for as long as batched is no worse than the kernel
     Times calls, batched, kernel;
-    int error = measure(*memory, kSizes[i], CopyWay::calls, stream, &calls);
-    if (error == 0) error = measure(*memory, kSizes[i], CopyWay::kernel, stream, &kernel);
-    if (error == 0 && can_batch) error = measure(*memory, kSizes[i], CopyWay::batched, stream, &batched);
+    int error = measure(*memory, kSizes[i], CopyWay::calls, deadline, stream, &calls);
+    if (error == 0) error = measure(*memory, kSizes[i], CopyWay::kernel, deadline, stream, &kernel);
+    if (error == 0 && can_batch) error = measure(*memory, kSizes[i], CopyWay::batched, deadline, stream, &batched);
     if (error == kRefused && i > 0) continue;  // the memory given is too small for this size
     if (error != 0) return error;
     is_batch_good = is_batch_good && batched.total_us <= kNearly * kernel.total_us;
@@ -87,6 +88,16 @@ extern "C" int pyserve_cuda_calibrate(const PoolCopy* memory, CopyTuning* tuning
     }
   }
   return 0;
+}
+
+}  // namespace
+
+extern "C" int pyserve_cuda_calibrate(const PoolCopy* memory, CopyTuning* tuning, int64_t limit_us, void* stream) {
+  const Deadline deadline = std::chrono::steady_clock::now() + std::chrono::microseconds(limit_us);
+  CopyTuning found = kDefaultTuning;
+  const int error = calibrate(memory, &found, deadline, stream);
+  *tuning = error == 0 ? found : kDefaultTuning;
+  return error;
 }
 
 }  // namespace pyserve::cuda

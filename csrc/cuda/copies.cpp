@@ -44,6 +44,11 @@ PoolCopy request_of(const PageCopy& copy, const std::vector<int32_t>& table, con
   return request;
 }
 
+std::optional<std::string> failure(int error) {
+  if (error == 0) return std::nullopt;
+  return std::string("the copy failed: ") + pyserve_cuda_error_text(error);
+}
+
 }  // namespace
 
 // --- events
@@ -79,44 +84,27 @@ bool CopyEvent::result() const {
 }
 
 bool CopyEvent::poll() {
-  if (is_done_) return true;
+  if (is_done_ || is_worked_on_) return is_done_;
   stream_->device_->use();
   const int error = pyserve_cuda_event_query(event_.value);
   if (error == kNotReady) return false;
-  finish(error);
+  finish(failure(error), found_ ? found_->as<uint64_t>() : nullptr);
   return true;
 }
 
-// Nothing of the copy is left when it turns done.
-void CopyEvent::finish(int error) {
+// Nothing of the copy is left when it turns done. `hashes`: those found, on the host.
+void CopyEvent::finish(std::optional<std::string> error, const uint64_t* hashes) {
   const auto now = Clock::now(), before = stream_->ended(now);
   copy_s_ = std::chrono::duration<double>(now - std::max(posted_, before)).count();
-  if (error != 0) {
-    error_ = std::string("the copy failed: ") + pyserve_cuda_error_text(error);
-  } else {
-    compare();
-  }
+  error_ = std::move(error);
+  if (!error_) compare(hashes);
   if (found_) stream_->give_found(std::move(found_));
   keep_alive_.reset();
   stream_.reset();
   is_done_ = true;
 }
 
-void CopyEvent::compare() {
-  if (hashed_.empty()) return;
-  const uint64_t* hashes = found_->as<uint64_t>();
-  std::vector<uint64_t> read;
-  if (found_->place() == Place::device) {
-    read.resize(hashed_.size());
-    void* stream = stream_->stream_.value;
-    int error = pyserve_cuda_copy(read.data(), hashes, static_cast<int64_t>(read.size()) * 8, 1, stream);
-    if (error == 0) error = pyserve_cuda_stream_synchronize(stream);
-    if (error != 0) {
-      error_ = std::string("reading hashes back failed: ") + pyserve_cuda_error_text(error);
-      return;
-    }
-    hashes = read.data();
-  }
+void CopyEvent::compare(const uint64_t* hashes) {
   for (size_t i = 0; i < hashed_.size(); ++i) {
     const uint64_t hash = hashes[i];
     const auto found = static_cast<int64_t>(hash == 0 ? 1 : hash);  // 0 stands for "no hash"
@@ -132,8 +120,10 @@ void CopyEvent::compare() {
 // --- the stream
 
 CopyStream::CopyStream(std::shared_ptr<DeviceContext> device) : device_(std::move(device)) {
+  constexpr int64_t kHashes = 8192;  // of a park of 131,072 tokens
   device_->use();
   must(pyserve_cuda_stream_create(&stream_.value, 0), "making the copy stream");
+  for (int i = 0; i < 2; ++i) give_found(make_found(kHashes));  // now, since pinning takes its time
 }
 
 CopyStream::~CopyStream() { pyserve_cuda_stream_synchronize(stream_.value); }
@@ -151,29 +141,93 @@ std::shared_ptr<CopyEvent> CopyStream::post(const PageCopy& copy, std::shared_pt
   event->hashes_ = copy.hashes;
   event->to_host_ = copy.to_host;
   event->posted_ = CopyEvent::Clock::now();
-  const std::vector<int32_t> table = table_of(copy.combs);
-  const std::vector<int32_t> marked = copy.hashes == nullptr ? std::vector<int32_t>() : marked_pages(copy, event->hashed_);
-  PoolCopy request = request_of(copy, table, tuning_), hashing = request_of(copy, marked, tuning_);
+  Job job{copy, table_of(copy.combs), {}, event};
+  if (copy.hashes != nullptr) job.marked = marked_pages(copy, event->hashed_);
+  if (!event->hashed_.empty()) event->found_ = take_found(static_cast<int64_t>(event->hashed_.size()));
+  const bool has_memory = event->hashed_.empty() || event->found_;
+  const bool must_wait = !has_memory || is_working() || !pyserve_cuda_is_pinned(copy.host, copy.host_bytes);
+  event->is_worked_on_ = must_wait;
+  outstanding_.push_back(event);  // from here on something may be under way, whatever goes wrong
+  if (must_wait) {
+    hand_over(std::move(job));
+  } else {
+    launch(job);
+  }
+  return event;
+}
+
+void CopyStream::launch(const Job& job) {
+  const PageCopy& copy = job.copy;
+  CopyEvent& event = *job.event;
+  PoolCopy request = request_of(copy, job.table, tuning_), hashing = request_of(copy, job.marked, tuning_);
   if (!pyserve_cuda_is_pinned(copy.host, copy.host_bytes)) request.way = static_cast<int64_t>(CopyWay::calls);
   char message[200] = "";
   device_->wait_for_step(stream_.value);
-  outstanding_.push_back(event);  // from here on something may be under way, whatever goes wrong
   const auto posted = [&](int error) {
     if (error == 0) return;
-    must(pyserve_cuda_event_record(event->event_.value, stream_.value), "recording a copy");
+    must(pyserve_cuda_event_record(event.event_.value, stream_.value), "recording a copy");
     check(error != kRefused || message[0] == 0, message);
     must(error, "posting a copy");
   };
   const auto hash = [&] {
-    if (event->hashed_.empty()) return;
-    event->found_ = take_found(static_cast<int64_t>(event->hashed_.size()));
-    posted(pyserve_cuda_page_hash(&hashing, event->found_->as<uint64_t>(), stream_.value, message, sizeof message));
+    if (!event.hashed_.empty()) posted(pyserve_cuda_page_hash(&hashing, event.found_->as<uint64_t>(), stream_.value, message, sizeof message));
   };
   if (copy.to_host) hash();
   posted(pyserve_cuda_page_copy(&request, stream_.value, message, sizeof message));
   if (!copy.to_host) hash();
-  must(pyserve_cuda_event_record(event->event_.value, stream_.value), "recording a copy");
-  return event;
+  must(pyserve_cuda_event_record(event.event_.value, stream_.value), "recording a copy");
+}
+
+// --- copies that would make their caller wait
+
+bool CopyStream::is_working() {
+  std::lock_guard<std::mutex> lock(working_);
+  return !jobs_.empty();
+}
+
+void CopyStream::hand_over(Job job) {
+  {
+    std::lock_guard<std::mutex> lock(working_);
+    jobs_.push_back(std::move(job));
+    if (!worker_.joinable()) worker_ = std::thread([self = shared_from_this()] { self->work(); });
+  }
+  changed_.notify_all();
+}
+
+void CopyStream::work() {
+  std::unique_lock<std::mutex> lock(working_);
+  for (;;) {
+    changed_.wait(lock, [this] { return !jobs_.empty() || is_ending_; });
+    if (jobs_.empty()) return;
+    Job& job = jobs_.front();  // stays where it is: others are added behind it
+    lock.unlock();
+    carry_out(job);
+    lock.lock();
+    jobs_.pop_front();
+  }
+}
+
+void CopyStream::carry_out(const Job& job) {
+  CopyEvent& event = *job.event;
+  std::optional<std::string> error;
+  std::vector<uint64_t> hashes(event.hashed_.size());
+  const auto num_bytes = static_cast<int64_t>(hashes.size()) * 8;
+  try {
+    device_->use();
+    if (num_bytes > 0 && !event.found_) event.found_ = make_found(static_cast<int64_t>(hashes.size()));
+    launch(job);
+    must(pyserve_cuda_event_wait(event.event_.value), "the copy");
+    if (num_bytes > 0 && event.found_->place() == Place::pinned) std::copy_n(event.found_->as<uint64_t>(), hashes.size(), hashes.data());
+    if (num_bytes > 0 && event.found_->place() == Place::device) {
+      must(pyserve_cuda_copy(hashes.data(), event.found_->as<void>(), num_bytes, 1, stream_.value), "reading hashes back");
+      must(pyserve_cuda_stream_synchronize(stream_.value), "reading hashes back");
+    }
+  } catch (const std::exception& failed) {
+    pyserve_cuda_stream_synchronize(stream_.value);  // what was posted before it failed
+    error = failed.what();
+  }
+  std::lock_guard<std::mutex> lock(event.mutex_);
+  event.finish(std::move(error), hashes.data());
 }
 
 // Copies that have ended let go of their memory, also when nobody asks for their events.
@@ -194,13 +248,19 @@ void CopyStream::close() {
   std::lock_guard<std::mutex> lock(posting_);
   is_closed_ = true;
   device_->use();
+  {
+    std::lock_guard<std::mutex> working(working_);
+    is_ending_ = true;
+  }
+  changed_.notify_all();
+  if (worker_.joinable()) worker_.join();
   pyserve_cuda_stream_synchronize(stream_.value);
   notice();
   std::lock_guard<std::mutex> idle(mutex_);
   idle_found_.clear();
 }
 
-void CopyStream::calibrate(void* pool, int64_t num_pages, int64_t page_bytes) {
+CopyTuning CopyStream::calibrate(void* pool, int64_t num_pages, int64_t page_bytes, int64_t limit_us) {
   constexpr int64_t kHostBytes = 16 << 20;
   std::lock_guard<std::mutex> lock(posting_);
   device_->use();
@@ -213,31 +273,34 @@ void CopyStream::calibrate(void* pool, int64_t num_pages, int64_t page_bytes) {
   memory.host = host.as<void>();
   memory.host_bytes = kHostBytes;
   CopyTuning tuning = kDefaultTuning;
-  if (pyserve_cuda_calibrate(&memory, &tuning, stream_.value) == 0) tuning_ = tuning;
+  const int error = pyserve_cuda_calibrate(&memory, &tuning, limit_us, stream_.value);
+  if (error == kNotReady) throw std::runtime_error("took longer than " + std::to_string(limit_us / 1000) + " ms");
+  must(error, "measuring copies");
+  return tuning_ = tuning;
 }
 
 std::unique_ptr<Memory> CopyStream::take_found(int64_t count) {
-  std::unique_ptr<Memory> memory;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!idle_found_.empty()) {
-      memory = std::move(idle_found_.back());
-      idle_found_.pop_back();
-    }
-  }
-  const int64_t num_bytes = std::max<int64_t>(count * 8, 4096);
-  if (memory && memory->num_bytes() >= num_bytes) return memory;
-  memory = std::make_unique<Memory>(Place::pinned);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (idle_found_.empty() || idle_found_.back()->num_bytes() < count * 8) return nullptr;
+  auto memory = std::move(idle_found_.back());
+  idle_found_.pop_back();
+  return memory;
+}
+
+// Not in a thread that must not wait.
+std::unique_ptr<Memory> CopyStream::make_found(int64_t count) {
+  auto memory = std::make_unique<Memory>(Place::pinned);
   try {
-    memory->need(num_bytes);
+    memory->need(count * 8);
   } catch (const std::runtime_error&) {  // the device keeps them until they are read (R17)
     memory = std::make_unique<Memory>();
-    memory->need(num_bytes);
+    memory->need(count * 8);
   }
   return memory;
 }
 
 void CopyStream::give_found(std::unique_ptr<Memory> memory) {
+  if (memory->place() != Place::pinned) return;
   std::lock_guard<std::mutex> lock(mutex_);
   idle_found_.push_back(std::move(memory));
 }

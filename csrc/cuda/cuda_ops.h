@@ -45,7 +45,8 @@ int64_t pyserve_cuda_page_copy_way(const PoolCopy* copy);  // the CopyWay that `
 // hashes[list position] = hash of that page of the pool, nothing copied
 int pyserve_cuda_page_hash(const PoolCopy* copy, uint64_t* hashes, void* stream, char* message, int64_t message_bytes);
 // calibrate.cu: measures the tuning with the pool and host memory that `memory` names (2 MiB of both at least serve best); overwrites the host's, waits.
-int pyserve_cuda_calibrate(const PoolCopy* memory, CopyTuning* tuning, void* stream);
+// kNotReady, and the defaults, when it takes longer than limit_us.
+int pyserve_cuda_calibrate(const PoolCopy* memory, CopyTuning* tuning, int64_t limit_us, void* stream);
 int pyserve_cuda_can_batch();  // 1: the driver has the batched copy (12.8 and later)
 
 // --- event.cu
@@ -68,6 +69,7 @@ int pyserve_cuda_is_pinned(const void* memory, int64_t num_bytes);  // 1: all of
 int64_t pyserve_cuda_num_devices();
 int pyserve_cuda_use_device(int64_t index);  // by the calling thread
 int pyserve_cuda_device_limits(int64_t index, int64_t* num_sms, int64_t* shared_bytes);  // as kernels.h's Device wants them
+int pyserve_cuda_memory_info(int64_t* free_bytes, int64_t* total_bytes);  // of the calling thread's device
 int pyserve_cuda_allocate(void** memory, int64_t num_bytes);
 int pyserve_cuda_free(void* memory);
 int pyserve_cuda_allocate_pinned(void** memory, int64_t num_bytes);

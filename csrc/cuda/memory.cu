@@ -26,6 +26,15 @@ int pyserve_cuda_device_limits(int64_t index, int64_t* num_sms, int64_t* shared_
   return error;
 }
 
+int pyserve_cuda_memory_info(int64_t* free_bytes, int64_t* total_bytes) {
+  OwnErrors own;
+  size_t free = 0, total = 0;
+  const cudaError_t error = cudaMemGetInfo(&free, &total);
+  *free_bytes = static_cast<int64_t>(free);
+  *total_bytes = static_cast<int64_t>(total);
+  return error;
+}
+
 int pyserve_cuda_allocate(void** memory, int64_t num_bytes) {
   OwnErrors own;
   return cudaMalloc(memory, static_cast<size_t>(num_bytes));

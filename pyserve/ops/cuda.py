@@ -6,8 +6,10 @@ in for CUDA (`cuda-emulated`).
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import time
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -19,6 +21,8 @@ from pyserve.ops import weights
 from pyserve.ops.program import Program, StepBatch
 from pyserve.ops.stream import CopyEvent, CopyStream, Fence, PageList, combs_of
 from pyserve.ops.weights import PackedWeight
+
+log = logging.getLogger("pyserve.device")
 
 POOL_TYPES = (torch.float16, torch.bfloat16)
 
@@ -120,9 +124,21 @@ class CudaCopyStream(CopyStream):
             raise ValueError("after: a CUDA stream orders copies behind the latest step by itself")
         return CopyEvent(self._handle.copy_pages(pool, host, combs_of(pages), to_host, hashes))
 
-    def calibrate(self, pool: torch.Tensor) -> None:
-        """Measures how this machine copies best; tenths of a second. The pool stays as it is."""
-        self._handle.calibrate(pool)
+    def calibrate(self, pool: torch.Tensor, limit_s: float = 2.0) -> None:
+        started_s = time.monotonic()
+        try:
+            chunk_bytes, max_calls, min_batch_bytes = self._handle.calibrate(pool, int(limit_s * 1e6))
+        except RuntimeError as error:
+            log.warning("how to copy pages was not measured, and is assumed: %s", first_line(error))
+            return
+        batched = (
+            f"pieces from {min_batch_bytes >> 10} KiB in one batch, others" if min_batch_bytes < 1 << 40 else "all"
+        )
+        log.info(
+            "copies of pages, measured in %.0f ms: up to %d runs or combs one call each; beyond, %s by a kernel; "
+            "%d MiB at a time",
+            (time.monotonic() - started_s) * 1e3, max_calls, batched, chunk_bytes >> 20,
+        )  # fmt: skip
 
 
 class CudaMemory:

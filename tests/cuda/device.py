@@ -198,9 +198,10 @@ class Device:
         )
         self._check("page_hash", code)
 
-    def calibrate(self, pool: Bytes, host: Bytes, stream: ctypes.c_void_p) -> Tuning:
+    def calibrate(self, pool: Bytes, host: Bytes, stream: ctypes.c_void_p, limit_us: int = 10**7) -> Tuning:
         request, tuning = self.request(pool, host, comb_table([0]), to_host=True), Tuning()
-        code = self.so.pyserve_cuda_calibrate(ctypes.byref(request), ctypes.byref(tuning), stream)
+        limit = ctypes.c_int64(limit_us)
+        code = self.so.pyserve_cuda_calibrate(ctypes.byref(request), ctypes.byref(tuning), limit, stream)
         self._check("calibrate", code)
         return tuning
 

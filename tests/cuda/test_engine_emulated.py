@@ -10,6 +10,8 @@ import asyncio
 import ctypes
 import logging
 import os
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,7 +74,7 @@ def emulator(device: Device) -> Iterator[ctypes.CDLL]:
         pytest.skip("the emulator's knobs")
     knobs = ctypes.CDLL(str(build_extension()))
     yield knobs
-    knobs.emulator_fail_pins(ctypes.c_int64(-1))
+    knobs.emulator_refuse_pins(0)
     knobs.emulator_slow_copies(0)
 
 
@@ -161,7 +163,7 @@ def test_four_chats_on_a_full_pool_say_what_they_say_alone(model: Model, alone: 
 def test_where_memory_cannot_be_pinned_parking_goes_on_and_says_so_once(
     model: Model, alone: list[object], emulator: ctypes.CDLL, caplog: pytest.LogCaptureFixture
 ) -> None:
-    emulator.emulator_fail_pins(ctypes.c_int64(0))
+    emulator.emulator_refuse_pins(1)
     infos = []
     with caplog.at_level(logging.WARNING, "pyserve.park"):
         together = run(model, [[chat] for chat in chats()], prepare=lambda each: infos.append(each.info), **FULL_POOL)
@@ -169,7 +171,7 @@ def test_where_memory_cannot_be_pinned_parking_goes_on_and_says_so_once(
     assert together.preempts == together.resumes > 0
     assert together.counters.parked_bytes > 0
     assert not infos[0].is_pinned
-    assert sum("steps wait for parks" in record.getMessage() for record in caplog.records) == 1
+    assert sum("parks and restores are slower" in record.getMessage() for record in caplog.records) == 1
     assert_clean(together)
 
 
@@ -194,7 +196,7 @@ def test_a_page_that_changed_while_it_was_parked_is_noticed(
     if can_pin:
         host = device.pinned(host)
     else:
-        emulator.emulator_fail_pins(ctypes.c_int64(0))  # the memory for the hashes
+        emulator.emulator_refuse_pins(1)  # the memory for the hashes
     hashes = torch.tensor([1, 0, 1, 0])
     pages = [5, 1, 2, 7]
     assert stream.copy_pages(pool, host, pages, True, hashes=hashes).wait(10)
@@ -233,6 +235,70 @@ def test_a_copy_in_flight_is_not_done_and_one_that_does_not_fit_is_refused(
     with pytest.raises(ValueError, match="not all in the pool"):
         stream.copy_pages(pool, host, [4], True)
     assert stream.num_outstanding() == 0
+    stream.close()
+
+
+def test_copies_of_memory_that_is_not_pinned_keep_nobody_waiting(device: Device, emulator: ctypes.CDLL) -> None:
+    """R17: and what is posted behind them comes after them, pinned or not."""
+    emulator.emulator_refuse_pins(1)
+    pool, stream = device.allocate_pool(4, 1, 1, 16, 64, torch.float16), device.copy_stream()
+    page_bytes = ops.page_bytes(pool)
+    pool.copy_(torch.arange(pool.numel(), dtype=torch.float32).reshape(pool.shape) % 251)
+    finish_torch()
+    wanted = pool[[2, 0]].clone()
+    plain, pinned = torch.zeros(2 * page_bytes, dtype=torch.uint8), torch.zeros(2 * page_bytes, dtype=torch.uint8)
+    emulator.emulator_refuse_pins(0)
+    pinned = device.pinned(pinned)
+    hashes = torch.ones(2, dtype=torch.int64)
+    emulator.emulator_slow_copies(150_000)
+    started_s = time.monotonic()
+    out = stream.copy_pages(pool, plain, [2, 0], True, hashes=hashes)
+    back = stream.copy_pages(pool, plain, [1, 3], False, hashes=hashes)
+    last = stream.copy_pages(pool, pinned, [1, 3], True)
+    assert not out.query()
+    assert time.monotonic() - started_s < 0.1
+    assert stream.num_outstanding() == 3
+    assert last.wait(10)
+    assert out.query() and back.query()
+    assert out.copy_s > 0.1
+    assert torch.equal(pinned, wanted.view(torch.uint8).reshape(-1))
+    plain[7] ^= 1
+    with pytest.raises(PageMismatch, match="page 0"):
+        stream.copy_pages(pool, plain, [1, 3], False, hashes=hashes).wait(10)
+    with pytest.raises(ValueError, match="not all in the pool"):
+        stream.copy_pages(pool, plain, [4], True)
+    unfinished = stream.copy_pages(pool, plain, [1, 3], True)
+    stream.close()
+    assert unfinished.query()
+
+
+def test_how_pages_are_copied_is_measured_at_the_start_and_said(
+    device: Device, emulator: ctypes.CDLL, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool, stream = device.allocate_pool(64, 1, 1, 16, 64, torch.float16), device.copy_stream()
+    pool.fill_(7)
+    with caplog.at_level(logging.INFO, "pyserve.device"):
+        stream.calibrate(pool)
+    (said,) = caplog.messages
+    assert re.fullmatch(
+        r"copies of pages, measured in \d+ ms: up to \d+ runs or combs one call each; beyond, "
+        r"(pieces from \d+ KiB in one batch, others|all) by a kernel; \d+ MiB at a time",
+        said,
+    )
+    assert (pool == 7).all()
+    caplog.clear()
+    emulator.emulator_slow_copies(30_000)
+    started_s = time.monotonic()
+    stream.calibrate(pool, limit_s=0.1)  # type: ignore[call-arg]
+    assert time.monotonic() - started_s < 4  # one copy of 64 pieces is waited for
+    assert caplog.messages == ["how to copy pages was not measured, and is assumed: took longer than 100 ms"]
+    emulator.emulator_slow_copies(0)
+    emulator.emulator_refuse_pins(1)
+    stream.calibrate(pool)
+    emulator.emulator_refuse_pins(0)
+    assert "was not measured, and is assumed: allocating 16777216 bytes of pinned memory failed" in caplog.messages[1]
+    host = device.pinned(torch.zeros(2 * ops.page_bytes(pool), dtype=torch.uint8))
+    assert stream.copy_pages(pool, host, [5, 9], True).wait(10)
     stream.close()
 
 

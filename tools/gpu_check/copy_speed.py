@@ -75,7 +75,7 @@ def calibration(machine: Machine) -> Result:
     table, tuning = np.array([[0, 1, 1, 1, 0]], np.int32), Tuning()
     request = copy_request(pool, num_bytes // 4096, 4096, host, table, to_host=True, way=CALLS)
     start = time.perf_counter()
-    machine.call("pyserve_cuda_calibrate", ctypes.byref(request), ctypes.byref(tuning), stream)
+    machine.call("pyserve_cuda_calibrate", ctypes.byref(request), ctypes.byref(tuning), 10**6, stream)
     data = {name: getattr(tuning, name) for name in ("chunk_bytes", "max_calls", "min_batch_bytes")}
     data["seconds"] = time.perf_counter() - start
     batch = f"from {tuning.min_batch_bytes >> 10} KiB" if tuning.min_batch_bytes < 1 << 40 else "never"

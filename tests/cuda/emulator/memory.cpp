@@ -26,6 +26,7 @@ struct Memory {
   std::map<const char*, Block> blocks;  // by first byte
   int64_t num_blocked = 0;              // copies that had to wait for pageable memory
   int64_t num_calls = 0;                // copy calls posted
+  int64_t device_bytes = 0;             // allocated here
 };
 Memory& memory() {
   static Memory* all = new Memory;
@@ -55,6 +56,7 @@ cudaError_t add_block(void* begin, size_t num_bytes, Place place, bool is_owned)
   Quiet quiet;
   std::lock_guard<std::mutex> lock(memory().mutex);
   memory().blocks[static_cast<const char*>(begin)] = Block{num_bytes, place, is_owned};
+  if (place == Place::device && is_owned) memory().device_bytes += static_cast<int64_t>(num_bytes);
   return cudaSuccess;
 }
 
@@ -71,6 +73,7 @@ cudaError_t remove_block(void* begin, Place place, bool is_owned) {
   }
   lock.lock();
   memory().blocks.erase(range.begin);
+  if (place == Place::device && is_owned) memory().device_bytes -= static_cast<int64_t>(range.num_bytes);
   return cudaSuccess;
 }
 
@@ -140,9 +143,20 @@ extern "C" {
 
 cudaError_t cudaMalloc(void** result, size_t num_bytes) {
   if (device_error() != cudaSuccess) return device_error();
+  size_t free = 0, total = 0;
+  (void)cudaMemGetInfo(&free, &total);
+  if (num_bytes > free) return remember(cudaErrorMemoryAllocation);
   if (posix_memalign(result, 512, num_bytes + (num_bytes == 0)) != 0) return remember(cudaErrorMemoryAllocation);
   std::memset(*result, 0xff, num_bytes);
   return remember(add_block(*result, num_bytes, Place::device, true));
+}
+
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  Quiet quiet;
+  std::lock_guard<std::mutex> lock(memory().mutex);
+  *total = static_cast<size_t>(knobs.device_bytes);
+  *free = static_cast<size_t>(std::max<int64_t>(0, knobs.device_bytes - memory().device_bytes));
+  return device_error();
 }
 
 cudaError_t cudaMallocManaged(void** result, size_t num_bytes, unsigned) { return cudaMalloc(result, num_bytes); }
@@ -156,7 +170,7 @@ cudaError_t cudaFree(void* begin) {
 
 cudaError_t cudaHostAlloc(void** result, size_t num_bytes, unsigned) {
   if (device_error() != cudaSuccess) return device_error();
-  if (counts_down(&knobs.pins_until_failure)) return remember(cudaErrorMemoryAllocation);
+  if (knobs.are_pins_refused || counts_down(&knobs.pins_until_failure)) return remember(cudaErrorMemoryAllocation);
   if (knobs.pin_delay_us > 0) usleep(static_cast<useconds_t>(knobs.pin_delay_us));
   if (posix_memalign(result, 4096, num_bytes + (num_bytes == 0)) != 0) return remember(cudaErrorMemoryAllocation);
   return remember(add_block(*result, num_bytes, Place::pinned, true));
@@ -172,7 +186,7 @@ cudaError_t cudaFreeHost(void* begin) {
 cudaError_t cudaHostRegister(void* begin, size_t num_bytes, unsigned) {
   if (device_error() != cudaSuccess) return device_error();
   if (begin == nullptr || num_bytes == 0) return remember(cudaErrorInvalidValue);
-  if (counts_down(&knobs.pins_until_failure)) return remember(cudaErrorMemoryAllocation);
+  if (knobs.are_pins_refused || counts_down(&knobs.pins_until_failure)) return remember(cudaErrorMemoryAllocation);
   if (knobs.pin_delay_us > 0) usleep(static_cast<useconds_t>(knobs.pin_delay_us));
   return remember(add_block(begin, num_bytes, Place::pinned, false));
 }
@@ -253,7 +267,9 @@ void emulator_slow_copies(int delay_us) { knobs.delay_us = delay_us; }
 void emulator_fail_posts(int64_t after) { knobs.posts_until_failure = after; }
 void emulator_fail_runs(int64_t after) { knobs.runs_until_failure = after; }
 void emulator_fail_pins(int64_t after) { knobs.pins_until_failure = after; }
+void emulator_refuse_pins(int are_refused) { knobs.are_pins_refused = are_refused != 0; }
 void emulator_slow_pins(int delay_us) { knobs.pin_delay_us = delay_us; }
+void emulator_set_device_bytes(int64_t num_bytes) { knobs.device_bytes = num_bytes; }
 void emulator_set_driver_version(int version) { knobs.driver_version = version; }
 // Makes memory of the test device memory (0) or pinned memory (1).
 int emulator_register(void* begin, size_t num_bytes, int is_pinned) {

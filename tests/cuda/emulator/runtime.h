@@ -43,8 +43,10 @@ struct Knobs {
   int64_t posts_until_failure = -1;  // copies posted well before posting one fails; negative: never
   int64_t runs_until_failure = -1;   // copies carried out well before one fails in its stream, which is the end of the device
   int64_t pins_until_failure = -1;
+  bool are_pins_refused = false;
   int pin_delay_us = 0;
   int driver_version = 13000;
+  int64_t device_bytes = int64_t{141} << 30;  // of memory
 };
 extern Knobs knobs;
 
