@@ -12,7 +12,7 @@ from tests.e2e.server import Server, running
 
 pytestmark = pytest.mark.xdist_group("keepalive")
 
-PARK_S = 6.6
+PARK_S = 10.8
 KEEPALIVE_S = 2.0
 SLACK_S = 0.7
 PARKED, RESUMED, KEEPALIVE = ": preempted", ": resumed", ": preempt-keepalive"
@@ -40,14 +40,14 @@ async def scene(server: Server) -> tuple[Transcript, Transcript]:
     async with asyncio.TaskGroup() as group:
         path = "/v1/completions"
         group.create_task(
-            stream(server, long_prompt(2000, 2100, 1900), path=path, transcript=large, stop_when=has_seen_enough)
+            stream(server, long_prompt(2000, 3100, 3000), path=path, transcript=large, stop_when=has_seen_enough)
         )
-        group.create_task(stream(server, long_prompt(9000, 1850, 200), path=path, transcript=small))
+        group.create_task(stream(server, long_prompt(9000, 2950, 200), path=path, transcript=small))
     return small, large
 
 
 def test_keepalives_come_on_time_through_a_long_park_on_a_busy_server() -> None:
-    with running("--ctx-size", "4096", "--parallel", "2") as server:
+    with running("--ctx-size", "6144", "--parallel", "2") as server:
         small, large = asyncio.run(scene(server))
         server.wait_until_idle()
     assert small.notices == [PARKED, RESUMED]
@@ -58,5 +58,5 @@ def test_keepalives_come_on_time_through_a_long_park_on_a_busy_server() -> None:
     lines_meanwhile = [line for at, line in large.lines if parked_at < at < resumed_at and line.startswith("data: ")]
     assert len(lines_meanwhile) > 20, "the server was not busy with the other stream"
     expected = [parked_at + KEEPALIVE_S * count for count in range(1, int((resumed_at - parked_at) / KEEPALIVE_S) + 1)]
-    assert len(expected) >= 3
+    assert len(expected) >= 5
     assert small.times(KEEPALIVE) == [pytest.approx(at, abs=SLACK_S) for at in expected]
