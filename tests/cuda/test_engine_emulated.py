@@ -20,14 +20,17 @@ import torch
 
 from pyserve import ops
 from pyserve.errors import SettingsError
+from pyserve.kv_store import KvStore
 from pyserve.models.load import Model, load
 from pyserve.ops import Device, PageMismatch, StepBatch
 from pyserve.ops.weights import TYPE_NAMES
+from pyserve.park import Parking
 from pyserve.serving import start_engine
 from pyserve.settings import Settings
 from pyserve.types import SamplingParams, SequenceRequest
 from tests.cuda.build import IN_ORDER, cuda_home
 from tests.cuda.extension import build_extension
+from tests.engine.parked import round_trip, sequence_of
 from tests.engine.workload import Outcome, assert_clean, request, run
 from tests.ops.weight_cases import random_matrix
 from tools.make_tiny_model import make_gguf
@@ -173,6 +176,32 @@ def test_where_memory_cannot_be_pinned_parking_goes_on_and_says_so_once(
     assert not infos[0].is_pinned
     assert sum("parks and restores are slower" in record.getMessage() for record in caplog.records) == 1
     assert_clean(together)
+
+
+# --- the steady state
+
+
+def test_a_thousand_cycles_pin_allocate_and_wait_for_nothing(device: Device, emulator: ctypes.CDLL) -> None:
+    """A counter over the runtime's calls stands still from the second round of every sequence on."""
+    emulator.emulator_num_slow_calls.restype = ctypes.c_int64
+    emulator.emulator_num_blocking_copies.restype = ctypes.c_int64
+    kv = KvStore(num_pages=32, num_layers=1, num_kv_heads=1, page_size=4, head_dim=8, kv_type="f16", device=device)
+    parking = Parking(kv, budget_bytes=1 << 20, verify="sample")
+    sequences = [sequence_of(5 + 4 * number, id=number) for number in range(4)]  # 2, 3, 4 and 5 pages
+    places = [list(range(8 * number, 8 * number + number + 2)) for number in range(4)]
+    parking.prepare(20)
+    counts: list[tuple[int, int, int]] = []
+    for number in range(1000 + 8):
+        sequence, pages = sequences[number % 4], places[number % 4]
+        round_trip(parking, kv, sequence, pages, pages)
+        if number % 3 == 0:
+            parking.discard([sequence])
+        calls = emulator.emulator_num_slow_calls(), emulator.emulator_num_blocking_copies()
+        counts.append((*calls, parking.arena.num_allocations))
+    assert counts[0][0] > 0, "the counter counts"
+    assert counts[7] == counts[-1]
+    parking.discard(sequences)
+    parking.close()
 
 
 # --- copies, and what is refused

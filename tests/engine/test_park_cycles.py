@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +16,28 @@ from pyserve.sequence import Tier
 from tests.engine.parked import PAGE_SIZE, content, flip, park, restore, round_trip, sequence_of, small_store
 
 
-def test_a_thousand_cycles_allocate_nothing_after_the_first() -> None:
+class CountedHandle:
+    """Counts the calls of a copy stream in the extension, and those of its copies' events."""
+
+    def __init__(self, real: Any, calls: Counter[str]) -> None:
+        self._real = real
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            self._calls[name] += 1
+            result = getattr(self._real, name)(*given)
+            return CountedHandle(result, self._calls) if name == "copy_pages" else result
+
+        return call
+
+
+def test_a_thousand_cycles_pin_allocate_and_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs the posts of a copy out and one back, and questions whether they are done."""
     kv = small_store()
     parking = Parking(kv, budget_bytes=1 << 20, verify="all")
+    stream, calls = parking.tiers.stream, Counter[str]()
+    stream._handle = CountedHandle(stream._handle, calls)
     sequences = [sequence_of(5 + 4 * number, id=number) for number in range(4)]  # 2, 3, 4 and 5 pages
     places = [list(range(8 * number, 8 * number + number + 2)) for number in range(4)]
     source = random.Random(1)
@@ -23,6 +46,8 @@ def test_a_thousand_cycles_allocate_nothing_after_the_first() -> None:
         round_trip(parking, kv, sequence, pages, pages)
     before = parking.arena.num_allocations
     held = parking.held_bytes
+    calls.clear()
+    monkeypatch.setattr(mmap, "mmap", None)
     for number in range(1000):
         sequence, pages = sequences[number % 4], places[number % 4]
         back = source.sample(range(8 * sequence.id, 8 * sequence.id + 8), len(pages))
@@ -33,6 +58,8 @@ def test_a_thousand_cycles_allocate_nothing_after_the_first() -> None:
             parking.discard([sequence])  # it ends, and another begins under this name
     assert parking.arena.num_allocations == before
     assert parking.held_bytes == held
+    assert calls.keys() == {"copy_pages", "query", "copy_s"}
+    assert 2 * 1000 <= calls["copy_pages"] < 2 * 2 * 1000, "one for each stretch of host memory"
     parking.discard(sequences)
     parking.rest()
     assert parking.held_bytes == 0

@@ -2,6 +2,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -135,6 +136,9 @@ cudaError_t post_copy(std::vector<Piece> pieces, const std::vector<Ends>& ends, 
 
 Knobs knobs;
 
+static std::atomic<int64_t> num_slow_calls{0};
+void count_slow_call() { ++num_slow_calls; }
+
 }  // namespace emulator
 
 using namespace emulator;
@@ -142,6 +146,7 @@ using namespace emulator;
 extern "C" {
 
 cudaError_t cudaMalloc(void** result, size_t num_bytes) {
+  count_slow_call();
   if (device_error() != cudaSuccess) return device_error();
   size_t free = 0, total = 0;
   (void)cudaMemGetInfo(&free, &total);
@@ -162,6 +167,7 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 cudaError_t cudaMallocManaged(void** result, size_t num_bytes, unsigned) { return cudaMalloc(result, num_bytes); }
 
 cudaError_t cudaFree(void* begin) {
+  count_slow_call();
   if (begin == nullptr) return cudaSuccess;
   const cudaError_t error = remove_block(begin, Place::device, true);
   if (error == cudaSuccess) std::free(begin);
@@ -169,6 +175,7 @@ cudaError_t cudaFree(void* begin) {
 }
 
 cudaError_t cudaHostAlloc(void** result, size_t num_bytes, unsigned) {
+  count_slow_call();
   if (device_error() != cudaSuccess) return device_error();
   if (knobs.are_pins_refused || counts_down(&knobs.pins_until_failure)) return remember(cudaErrorMemoryAllocation);
   if (knobs.pin_delay_us > 0) usleep(static_cast<useconds_t>(knobs.pin_delay_us));
@@ -177,6 +184,7 @@ cudaError_t cudaHostAlloc(void** result, size_t num_bytes, unsigned) {
 }
 
 cudaError_t cudaFreeHost(void* begin) {
+  count_slow_call();
   if (begin == nullptr) return cudaSuccess;
   const cudaError_t error = remove_block(begin, Place::pinned, true);
   if (error == cudaSuccess) std::free(begin);
@@ -184,6 +192,7 @@ cudaError_t cudaFreeHost(void* begin) {
 }
 
 cudaError_t cudaHostRegister(void* begin, size_t num_bytes, unsigned) {
+  count_slow_call();
   if (device_error() != cudaSuccess) return device_error();
   if (begin == nullptr || num_bytes == 0) return remember(cudaErrorInvalidValue);
   if (knobs.are_pins_refused || counts_down(&knobs.pins_until_failure)) return remember(cudaErrorMemoryAllocation);
@@ -192,6 +201,7 @@ cudaError_t cudaHostRegister(void* begin, size_t num_bytes, unsigned) {
 }
 
 cudaError_t cudaHostUnregister(void* begin) {
+  count_slow_call();
   const cudaError_t error = remove_block(begin, Place::pinned, false);
   return remember(error == cudaErrorInvalidValue && emulator::engine.error == nullptr ? cudaErrorHostMemoryNotRegistered : error);
 }
@@ -278,6 +288,7 @@ int emulator_register(void* begin, size_t num_bytes, int is_pinned) {
 int emulator_unregister(void* begin, int is_pinned) { return static_cast<int>(remove_block(begin, is_pinned ? Place::pinned : Place::device, false)); }
 int64_t emulator_num_copy_calls() { return memory().num_calls; }
 int64_t emulator_num_blocking_copies() { return memory().num_blocked; }
+int64_t emulator_num_slow_calls() { return num_slow_calls; }
 int64_t emulator_num_blocks(int is_pinned) {  // known pieces of memory
   Quiet quiet;
   std::lock_guard<std::mutex> lock(memory().mutex);

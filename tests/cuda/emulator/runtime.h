@@ -50,4 +50,7 @@ struct Knobs {
 };
 extern Knobs knobs;
 
+// Counts a call that allocates, frees, pins or waits: what the steady state must do without.
+void count_slow_call();
+
 }  // namespace emulator

@@ -227,6 +227,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, i
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) { return cudaStreamCreateWithPriority(stream, flags, 0); }
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  count_slow_call();
   if (stream == nullptr) return remember(cudaErrorInvalidResourceHandle);
   Quiet quiet;
   {
@@ -238,6 +239,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  count_slow_call();
   if (stream != nullptr) wait_for(mark_now(stream));
   return remember(device_error());
 }
@@ -272,6 +274,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void*
 }
 
 cudaError_t cudaDeviceSynchronize() {
+  count_slow_call();
   wait_for_all();
   return remember(device_error());
 }
@@ -303,6 +306,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  count_slow_call();
   if (event == nullptr) return remember(cudaErrorInvalidResourceHandle);
   wait_for(event->mark);
   return remember(device_error());
