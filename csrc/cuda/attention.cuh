@@ -17,7 +17,7 @@
 // Cells outside [first visible, last] of the tile are never read: cp.async fills zeros there, so NaN left by others cannot leak through 0 * NaN. A sequence's
 // own infinity in V can reach rows of its tile that do not see it.
 //
-// Not handled: negative scale, KV in f32, heads of other sizes, attention sinks, ALiBi, tree masks.
+// Not handled: negative scale, KV in f32 (attention_f32.cu), heads of other sizes, attention sinks, ALiBi, tree masks.
 // Not run on hardware so far: proved on the emulator of tests/cuda, compiled for sm_80, sm_90 and sm_90a.
 #pragma once
 #include <type_traits>

@@ -22,6 +22,14 @@ struct Device {
   int32_t shared_bytes;  // cudaDevAttrMaxSharedMemoryPerBlockOptin
 };
 
+struct LogitChange {  // of one row's token, before sampling, as pyserve/sampler.py orders it: bias, penalties, ban
+  int32_t row, token;
+  float bias;                         // 0: none
+  float count;                        // how often the token is in the window of the penalties; 0: they do not touch it
+  float repeat, presence, frequency;  // 1, 0, 0: none
+  int32_t is_banned;
+};
+
 extern "C" {
 
 // --- attention_decode.cu: each row of `rows` on its own; q starts at column 0 of `q`. Heads of 64, 80, 96, 128, 256; KV in f16 or bf16.
@@ -40,6 +48,9 @@ int64_t pyserve_cuda_attention_prefill_tiles(const int32_t* chunks, int64_t num_
 int64_t pyserve_cuda_attention_prefill_scratch_bytes(int64_t num_tiles, int64_t num_kv_heads, int64_t head_dim, const Device* device);
 int pyserve_cuda_attention_prefill(const Matrix* q, const AttentionSpec* spec, const Pool* pool, const StepRows* rows, const Matrix* out,
                                    const int32_t* tiles, int64_t num_tiles, void* scratch, int64_t scratch_bytes, const Device* device, void* stream);
+
+// --- attention_f32.cu: any rows, for KV in f32; no scratch. Heads of any multiple of 4 up to 256.
+int pyserve_cuda_attention_f32(const Matrix* q, const AttentionSpec* spec, const Pool* pool, const StepRows* rows, const Matrix* out, void* stream);
 
 // --- kv_write.cu: as csrc/cpu/rope.cpp
 int pyserve_cuda_rope_kv_write(float* qkv, int64_t num_heads, const RopeTable* rope, const HeadNorm* norm, const Pool* pool, int64_t layer,
@@ -77,6 +88,11 @@ int pyserve_cuda_take_rows(const float* x, int64_t width, const int32_t* rows, i
 
 // --- sample.cu: the most probable token of each row, ties to the lower id, NaN never; int32 [num_rows]
 int pyserve_cuda_argmax(const float* logits, int64_t stride, int64_t vocab_size, int64_t num_rows, int32_t* tokens, void* stream);
+// No two changes are of one (row, token); rows and tokens must exist.
+int pyserve_cuda_change_logits(float* logits, int64_t stride, const LogitChange* changes, int64_t num_changes, void* stream);
+// --- draw.cu: as csrc/cpu/sample.cpp; real f32 [num_rows, 3]: temperature, top_p, min_p; whole int64 [num_rows, 3]: top_k, seed, position
+int pyserve_cuda_draw(const float* logits, int64_t stride, int64_t vocab_size, const float* real, const int64_t* whole, int64_t num_rows, int32_t* tokens,
+                      void* stream);
 
 }  // extern "C"
 

@@ -192,6 +192,14 @@ class Case:
         )
         return out
 
+    def full(self, library: Library, out_type: int = F32) -> Array:
+        """The same over KV in f32: one kernel for all rows."""
+        q, spec, pool, rows = self.structures()
+        out = self.output(out_type)
+        matrix = Matrix(pointer(out), out_type, self.num_heads * self.head_dim)
+        call(library, "pyserve_cuda_attention_f32", q, spec, pool, rows, matrix)
+        return out
+
     def tiles(self, library: Library, device: Device) -> Array:
         """[tiles, 3]: first row, rows of the chunk, first query row"""
         queries = library.so.pyserve_cuda_attention_prefill_queries(ctypes.c_int64(self.head_dim), ctypes.byref(device))

@@ -77,6 +77,8 @@ def test_registers_fit_the_blocks(arch: str) -> None:
         assert kernel.registers * 256 <= REGISTERS
     for kernel in build_cubin("attention_decode.cu", arch).kernel("combine"):
         assert kernel.registers <= 128
+    for kernel in build_cubin("draw.cu", arch).kernels:
+        assert kernel.registers * 512 <= REGISTERS
     for source in ROW_KERNELS:
         for kernel in build_cubin(source, arch).kernels:
             assert kernel.registers <= 64

@@ -13,13 +13,15 @@ from tests.cuda.children.kernels import ATTENTION, CASES, DEFINES, attention_lib
 from tests.cuda.row_cases import SOURCES
 
 CHILD = Path(__file__).parent / "children" / "kernels.py"
-HEADERS = ("rows.cuh", "packed.cuh", "product.cuh", "record.cuh", "half.cuh")
+HEADERS = ("rows.cuh", "best.cuh", "packed.cuh", "product.cuh", "record.cuh", "half.cuh")
 BARRIER = re.compile(r"__syncthreads\(|__syncwarp\(|cp_async_wait<")
 USERS = {  # file of a barrier: the cases that pass it
     "attention.cuh": ("decode", "prefill"),
     "attention_decode.cu": ("decode",),
+    "attention_f32.cu": ("full",),
     "norm.cu": ("norm",),
-    "sample.cu": ("argmax",),
+    "best.cuh": ("argmax", "draw_by_id"),
+    "draw.cu": ("draw_listed", "draw_by_id"),
     "kv_write.cu": ("rope",),
     "product.cuh": ("q8_0", "bf16"),
     "linear_tiled.cu": ("tiled_q8_0", "tiled_q5_1"),
@@ -37,6 +39,8 @@ def barriers() -> list[str]:
             if not BARRIER.search(code):
                 continue
             cases = USERS[name]
+            if name == "draw.cu":
+                cases = ("draw_by_id",) if "stretches" in line else ("draw_listed",)
             if name == "attention.cuh" and "__syncwarp" in code:
                 cases = ("decode",)
             if name == "attention.cuh" and "__syncthreads" in code:

@@ -22,11 +22,15 @@ from tests.cuda.row_cases import (
     Q8_0,
     SILU,
     SOURCES,
+    Draw,
+    LogitChange,
     PackedWeight,
     RopeCase,
     Weight,
     argmax,
+    change_logits,
     columns,
+    draw,
     embed,
     float_product,
     gated_activation,
@@ -34,9 +38,10 @@ from tests.cuda.row_cases import (
     normal,
     quantise,
     rms_norm,
+    wanted_token,
 )
 
-ATTENTION = ("attention_decode.cu", "attention_prefill.cu")
+ATTENTION = ("attention_decode.cu", "attention_prefill.cu", "attention_f32.cu")
 DEFINES = ("PYSERVE_FEW_HEAD_DIMS", "PYSERVE_FEW_TYPES")
 Outcome = tuple[Array, Array, float]  # found, wanted, tolerance
 
@@ -69,6 +74,11 @@ def long_prefill(library: Library) -> float:
     """Two groups: the total goes through scratch."""
     case = Case([515], [(0, p) for p in range(511, 515)], num_heads=1, num_kv_heads=1)
     return max(0.0, case.excess(case.prefill(library, device=Device(1, 101376))))
+
+
+def full(library: Library) -> float:
+    case = Case([71, 600], [(0, 70), (1, 590)], head_dim=80, num_heads=3, num_kv_heads=1, page_size=8, pool_type=F32)
+    return max(0.0, case.excess(case.full(library)))
 
 
 def rope(library: Library) -> float:
@@ -123,6 +133,21 @@ def greedy(library: Library) -> float:
     return float(np.abs(argmax(library, logits) - logits.argmax(1)).max())
 
 
+def drawn(library: Library, draws: list[Draw], vocab_size: int = 700, spread: float = 3.0) -> float:
+    """0 when every row has the wanted token"""
+    logits = normal(1, len(draws), vocab_size) * np.float32(spread)
+    wanted = [wanted_token(row, each) for row, each in zip(logits, draws, strict=True)]
+    return float(np.abs(draw(library, logits, draws) - wanted).max())
+
+
+def changed(library: Library) -> float:
+    logits = normal(1, 2, 40)
+    changes = [LogitChange(1, 39, 0.5, 2, 1.0, 0.25, 0.125, False), LogitChange(0, 0, 0, 0, 1, 0, 0, False)]
+    wanted = logits.copy()
+    wanted[1, 39] += 0.5 - 2 * 0.125 - 0.25
+    return difference(change_logits(library, logits, changes), wanted, 1e-6)
+
+
 ATTENTION_CASES: dict[str, Callable[[Library], float]] = {
     "decode": lambda library: decode(library, 64),
     "decode_80": lambda library: decode(library, 80),
@@ -130,6 +155,7 @@ ATTENTION_CASES: dict[str, Callable[[Library], float]] = {
     "prefill": lambda library: prefill(library, 64),
     "prefill_256": lambda library: prefill(library, 256),
     "long_prefill": long_prefill,
+    "full": full,
 }
 ROW_CASES: dict[str, Callable[[Library], float]] = {
     "rope": rope,
@@ -137,6 +163,12 @@ ROW_CASES: dict[str, Callable[[Library], float]] = {
     "norm": norm,
     "activation": activation,
     "argmax": greedy,
+    "draw_listed": lambda library: drawn(
+        library, [Draw(0.8, top_k=40, top_p=0.9, min_p=0.01, seed=3), Draw(top_p=0.7)]
+    ),
+    "draw_everyone": lambda library: drawn(library, [Draw(top_p=0.7, seed=8)], 4500, 0.1),
+    "draw_by_id": lambda library: drawn(library, [Draw(0.7, min_p=0.02, seed=4), Draw(position=5)]),
+    "change_logits": changed,
     "q8_0": lambda library: product(library, Q8_0),
     "q5_1": lambda library: product(library, Q5_1),
     "q4_k": lambda library: product(library, Q4_K),
