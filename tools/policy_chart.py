@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-ROW, TOP, NAMES, PANEL, GAP = 22, 64, 250, 118, 22  # in pixels
+ROW, TOP, NAMES, PANEL, GAP = 22, 64, 270, 118, 22  # in pixels
 STYLE = "font-family='system-ui, sans-serif' font-size='12' fill='#222'"
 SHIPPED, FRONT, BEATEN = "#c2410c", "#1d4ed8", "#ffffff"
 
@@ -19,7 +19,7 @@ def draw(names: Sequence[str], columns: Sequence[tuple[str, Sequence[float], str
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' {STYLE}>",
         f"<rect width='{width}' height='{height}' fill='#fff'/>",
-        f"<text x='10' y='22' font-size='14' font-weight='600'>{escape(names[0])}, and others</text>",
+        "<text x='10' y='22' font-size='14' font-weight='600'>Policies compared</text>",
     ]
     for number, name in enumerate(names):
         weight = " font-weight='600'" if not number else ""

@@ -9,9 +9,11 @@ from statistics import mean
 import pytest
 
 from pyserve.ledger import Limits
+from pyserve.policy import Policy
 from tools.optimum import certain, optimum
 from tools.policy_sim import POLICIES, REFERENCES
 from tools.simulation import Costs, Request, Simulation
+from tools.small_instances import BEST_ONLINE, Small, ratios
 
 COSTS = Costs(step_ms=10.0, row_ms=1.0, token_ms=0.5, copy_gb_s=1.0, token_bytes=1000)
 
@@ -82,3 +84,22 @@ def test_who_does_not_know_the_answers_does_no_better(prompts: list[int], chance
     unknown = optimum(prompts, [chances] * len(prompts), cells, COSTS)
     assert unknown[0] >= known[0] - 1e-6 and unknown[1] >= known[1] - 1e-6
     assert len(prompts) == 2 or unknown != pytest.approx(known), "and sometimes worse"
+
+
+def test_a_policy_is_told_as_multiples_of_both_optima() -> None:
+    """Two that never fit together: without knowing, the first is as good as the second, and half of the time wrong."""
+    chances, cells = [0.5, 0.0, 0.0, 0.5], 12
+    draws = [[1, 4], [4, 1]]
+    known = [optimum([8, 8], [certain(each) for each in answers], cells, COSTS) for answers in draws]
+    unknown = optimum([8, 8], [chances] * 2, cells, COSTS)
+    spans, completions = zip(*known, strict=True)
+    small = Small([8, 8], draws, cells, (mean(spans), mean(completions)), unknown)
+    told = ratios([small], COSTS, {"shipped": Policy()})
+    assert list(told) == [BEST_ONLINE, "shipped"]
+    (shipped,) = told["shipped"]
+    assert shipped.of_known[0] == pytest.approx(1.0), "one after the other, in whatever order"
+    # 1 + 4 steps of one row and a prompt each, the long one first in one draw of two.
+    first, further = 10.0 + 1.0 + 7 * 0.5, 10.0 + 1.0
+    short, long = first, first + 3 * further
+    fcfs = mean([(short + short + long) / 2, (long + long + short) / 2])
+    assert shipped.of_known[1] == pytest.approx(fcfs / ((short + short + long) / 2))
