@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pyserve.ledger
 from pyserve.ledger import Ledger
-from pyserve.page_runs import comb_table, runs
+from pyserve.page_runs import combs, runs
 from pyserve.plan import Limits
 from pyserve.pool import Pool
 from pyserve.sequence import Sequence
@@ -65,8 +65,9 @@ class Pieces:
     copies: list[int] = field(default_factory=list)
 
     def look_at(self, pages: list[int]) -> None:
-        self.runs.append(len(runs(pages)))
-        self.copies.append(len(comb_table(pages)))
+        found = runs(pages)
+        self.runs.append(len(found))
+        self.copies.append(len(combs(found)))
 
 
 def measure(mix: str, num_sequences: int, page_size: int, pool: type[Pool] | None = None, seed: int = 1) -> Pieces:

@@ -12,11 +12,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 
 from pyserve.ledger import Ledger, Limits
-from pyserve.page_runs import comb_table
+from pyserve.ops import comb_table
 from pyserve.sequence import Sequence
 from pyserve.types import SamplingParams, SequenceRequest
 
@@ -87,7 +87,7 @@ def test_comb_table(benchmark: Any, num_pages: int, kind: str, is_array: bool) -
         "four growing": interleaved(num_pages, 4),
         "every second": list(range(0, 2 * num_pages, 2)),
     }[kind]
-    given = np.array(pages, np.int32) if is_array else pages
+    given = torch.tensor(pages, dtype=torch.int32) if is_array else pages
     table = benchmark.pedantic(comb_table, args=(given,), warmup_rounds=2, rounds=100 if num_pages < 10_000 else 20)
     assert (table[:, 1] * table[:, 3]).sum() == num_pages
     print(f"\n{len(table)} combs", end="")

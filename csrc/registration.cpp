@@ -12,6 +12,7 @@
 #include "cpu/driver.h"
 #include "cpu/isa.h"
 #include "cpu/memory.h"
+#include "cpu/page_runs.h"
 #include "cpu/program.h"
 #include "cpu/stream.h"
 #include "ops.h"
@@ -212,6 +213,18 @@ void page_copy_op(const Tensor& pool, const Tensor& host, const Tensor& combs, b
   const PageCopy copy = page_copy_of(pool, host, combs, to_host);
   check_copy(copy);
   page_copy(copy);
+}
+
+Tensor comb_table_op(const Tensor& pages, int64_t first_offset) {
+  check(pages.dim() == 1 && pages.scalar_type() == at::kInt && pages.is_contiguous(), "pages must be int32 [n], contiguous");
+  check(first_offset >= 0, "first_offset must not be negative");
+  const std::vector<Comb> combs = combs_of(pages.data_ptr<int32_t>(), pages.numel(), first_offset);
+  const Tensor table = at::empty({static_cast<int64_t>(combs.size()), 5}, pages.options());
+  int32_t* row = table.data_ptr<int32_t>();
+  for (const Comb& comb : combs) {
+    for (int64_t value : {comb.start_page, comb.run_pages, comb.stride_pages, comb.count, comb.list_offset}) *row++ = static_cast<int32_t>(value);
+  }
+  return table;
 }
 
 int64_t sample_row_op(const Tensor& logits, double temperature, int64_t top_k, double top_p, double min_p, int64_t seed, int64_t position) {
@@ -432,6 +445,7 @@ TORCH_LIBRARY(pyserve, m) {
       "attention(Tensor qkv, int num_heads, Tensor kv, int layer, float scale, float softcap, int window, Tensor positions, Tensor sequences, "
       "Tensor page_table, int num_shares=1) -> Tensor");
   m.def("page_copy(Tensor(a!) pool, Tensor(b!) host, Tensor combs, bool to_host) -> ()");
+  m.def("comb_table(Tensor pages, int first_offset) -> Tensor");
   m.def("sample_row(Tensor logits, float temperature, int top_k, float top_p, float min_p, int seed, int position) -> int");
   m.def("isa() -> str", &Callable<&isa_op>::call);
 
@@ -476,6 +490,7 @@ TORCH_LIBRARY_IMPL(pyserve, CPU, m) {
   m.impl("rope_kv_write", &Callable<&rope_kv_write_op>::call);
   m.impl("attention", &Callable<&attention_op>::call);
   m.impl("page_copy", &Callable<&page_copy_op>::call);
+  m.impl("comb_table", &Callable<&comb_table_op>::call);
   m.impl("sample_row", &Callable<&sample_row_op>::call);
 }
 

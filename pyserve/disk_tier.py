@@ -34,8 +34,7 @@ import torch
 from pyserve.disk_folder import SUFFIX, make_folder, remove_folder, space_of
 from pyserve.errors import SettingsError
 from pyserve.host_arena import Extent
-from pyserve.ops import CopyFailed, CopyStream
-from pyserve.page_runs import comb_table
+from pyserve.ops import CopyFailed, CopyStream, comb_table
 
 _PIECE_BYTES = 8 << 20
 _RETRY_S = 30.0
@@ -172,7 +171,7 @@ class DiskTier:
                 self._stream.copy_pages(
                     self._pool,
                     staging[: len(piece) * self._page_bytes],
-                    torch.from_numpy(comb_table(piece)),
+                    comb_table(piece),
                     True,
                     hashes=hashes,
                 ).wait()
@@ -199,9 +198,7 @@ class DiskTier:
                 wanted = staging[: len(piece) * self._page_bytes]
                 if not _read_all(source, wanted):
                     raise CopyFailed(f"{file.path} is cut short")
-                self._stream.copy_pages(
-                    self._pool, wanted, torch.from_numpy(comb_table(piece)), False, hashes=hashes
-                ).wait()
+                self._stream.copy_pages(self._pool, wanted, comb_table(piece), False, hashes=hashes).wait()
 
     def _check_wanted(self, file: ParkFile) -> None:
         if file.is_dropped:

@@ -10,14 +10,11 @@ import time
 from collections.abc import Hashable
 from collections.abc import Sequence as Items
 
-import torch
-
 from pyserve.copies import Copy, FailedEvent
 from pyserve.disk_tier import DiskTier
 from pyserve.host_arena import Extent, HostArena, split_extents
 from pyserve.kv_store import KvStore
-from pyserve.ops import CopyStream
-from pyserve.page_runs import comb_table
+from pyserve.ops import CopyStream, comb_table
 from pyserve.parked import Block, Blocks, Event, Host, Parked, Place, Share
 from pyserve.sequence import Tier
 
@@ -119,7 +116,7 @@ class Tiers:
         cannot be posted is noted, and what is posted runs out.
         """
         for extent, number in host.stretches(start, len(pages)):
-            table = torch.from_numpy(comb_table(pages[number : number + extent.count], extent.first))
+            table = comb_table(pages[number : number + extent.count], extent.first)
             hashes = None if self._verify == "off" else extent.slab.hashes
             try:
                 event = self.stream.copy_pages(self._kv.tensor, extent.slab.data, table, to_host, hashes=hashes)

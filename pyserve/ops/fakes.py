@@ -14,6 +14,7 @@ def register() -> None:
     torch.library.register_fake("pyserve::attention", _attention)
     torch.library.register_fake("pyserve::rope_kv_write", _rope_kv_write)
     torch.library.register_fake("pyserve::page_copy", _page_copy)
+    torch.library.register_fake("pyserve::comb_table", _comb_table)
 
 
 def _linear(
@@ -64,3 +65,7 @@ def _rope_kv_write(*arguments: object, **options: object) -> None:
 
 def _page_copy(pool: torch.Tensor, host: torch.Tensor, combs: torch.Tensor, to_host: bool) -> None:
     return None
+
+
+def _comb_table(pages: torch.Tensor, first_offset: int) -> torch.Tensor:
+    return pages.new_empty((torch.library.get_ctx().new_dynamic_size(), 5))

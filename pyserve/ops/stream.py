@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 PageList = torch.Tensor | Sequence[int]
@@ -131,17 +132,18 @@ def copy_pages(pool: torch.Tensor, host: torch.Tensor, pages: PageList, to_host:
 
 
 def combs_of(pages: PageList) -> torch.Tensor:
-    """int32 [m, 5] from a list of pages, one comb for each run of adjacent pages; combs pass through.
-    Raises ValueError for another shape.
+    """int32 [m, 5] from a list of pages; combs pass through."""
+    is_combs = isinstance(pages, torch.Tensor) and pages.dim() == 2 and pages.shape[1] == 5
+    return pages if isinstance(pages, torch.Tensor) and is_combs else comb_table(pages)
+
+
+def comb_table(pages: PageList, first_offset: int = 0) -> torch.Tensor:
+    """The combs of `pages` (page_runs.py) as int32 [m, 5]: start_page, run_pages, stride_pages, count, list_offset. The
+    first page has the list offset `first_offset`.
     """
-    tensor = pages if isinstance(pages, torch.Tensor) else torch.tensor(pages, dtype=torch.int32)
-    if tensor.numel() == 0:
-        return tensor.reshape(-1, 5)
-    if tensor.dim() == 2 and tensor.size(1) == 5:
-        return tensor
-    if tensor.dim() != 1 or tensor.dtype != torch.int32:
-        raise ValueError(f"pages must be int32 [n] or combs int32 [m, 5], not {tensor.dtype} {list(tensor.shape)}")
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.nonzero(tensor.diff() != 1).flatten() + 1])
-    lens = torch.diff(starts, append=torch.tensor([tensor.numel()]))
-    ones = torch.ones_like(starts)
-    return torch.stack([tensor[starts], lens, lens, ones, starts], dim=1).to(torch.int32)
+    if not isinstance(pages, torch.Tensor):
+        pages = torch.from_numpy(np.fromiter(pages, np.int32, len(pages)))
+    if pages.dim() != 1 or pages.dtype != torch.int32:
+        raise ValueError(f"pages must be int32 [n] or combs int32 [m, 5], not {pages.dtype} {list(pages.shape)}")
+    table: torch.Tensor = torch.ops.pyserve.comb_table(pages, first_offset)
+    return table

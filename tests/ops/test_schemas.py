@@ -27,6 +27,7 @@ def cases() -> dict[str, tuple[Any, ...]]:
         "attention": (torch.ones(2, 64), 4, allocate_pool(*POOL), 0, 1.0, 0.0, 0, *ROWS),
         "rope_kv_write": (torch.ones(2, 64), 4, angles, angles, True, None, None, 0.0, allocate_pool(*POOL), 1, *ROWS),
         "page_copy": (allocate_pool(*POOL), torch.zeros(4096, dtype=torch.uint8), ints([[1, 1, 1, 1, 0]]), True),
+        "comb_table": (ints([4, 5, 8]), 2),
     }
 
 

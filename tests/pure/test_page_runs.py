@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyserve.page_runs import Comb, Run, comb_table, combs, runs
+from pyserve.page_runs import Comb, Run, combs, runs
 
 pieces = st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 6), st.sampled_from([1, -1, 2, 7])), max_size=12)
 
@@ -36,20 +35,6 @@ def test_combs_give_the_list_back(pages: list[int]) -> None:
     for comb in result:
         length = comb.run_pages * comb.count
         assert list(comb.pages()) == pages[comb.list_offset : comb.list_offset + length]
-
-
-@given(page_lists)
-def test_the_table_of_a_copy_has_the_same_combs(pages: list[int]) -> None:
-    table = comb_table(pages)
-    expected = [(c.start, c.run_pages, c.stride_pages, c.count, c.list_offset) for c in combs(runs(pages))]
-    assert [tuple(row) for row in table.tolist()] == expected
-    assert table.dtype == np.int32 and table.shape == (len(expected), 5)
-
-
-@given(st.lists(st.integers(0, 2), max_size=14))
-def test_zigzags_are_split_alike(pages: list[int]) -> None:
-    expected = [[c.start, c.run_pages, c.stride_pages, c.count, c.list_offset] for c in combs(runs(pages))]
-    assert comb_table(np.array(pages, np.int32)).tolist() == expected
 
 
 @given(st.lists(st.integers(0, 6), max_size=9))
@@ -95,7 +80,3 @@ def test_single_pages_at_a_stride_are_one_comb() -> None:
 
 def test_a_different_length_ends_the_comb() -> None:
     assert combs(runs([0, 1, 4, 5, 8])) == [Comb(0, 2, 4, 2, 0), Comb(8, 1, 1, 1, 4)]
-
-
-def test_combs_of_a_stretch_stand_where_its_host_pages_are() -> None:
-    assert comb_table([4, 5, 9, 10, 3], 7).tolist() == [[4, 2, 5, 2, 7], [3, 1, 1, 1, 11]]
