@@ -163,11 +163,9 @@ ROW_CASES: dict[str, Callable[[Library], float]] = {
     "norm": norm,
     "activation": activation,
     "argmax": greedy,
-    "draw_listed": lambda library: drawn(
-        library, [Draw(0.8, top_k=40, top_p=0.9, min_p=0.01, seed=3), Draw(top_p=0.7)]
-    ),
+    "draw_listed": lambda library: drawn(library, [Draw(5.0, top_k=40, top_p=0.9, min_p=0.01), Draw(top_p=0.7)]),
     "draw_everyone": lambda library: drawn(library, [Draw(top_p=0.7, seed=8)], 4500, 0.1),
-    "draw_by_id": lambda library: drawn(library, [Draw(0.7, min_p=0.02, seed=4), Draw(position=5)]),
+    "draw_by_id": lambda library: drawn(library, [Draw(5.0, min_p=0.3, seed=4), Draw(position=5)]),
     "change_logits": changed,
     "q8_0": lambda library: product(library, Q8_0),
     "q5_1": lambda library: product(library, Q5_1),
