@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 
@@ -22,3 +26,11 @@ def _seconds(data: torch.Tensor) -> float:
     started = time.perf_counter()
     data.max()
     return time.perf_counter() - started
+
+
+def int8_gmac_s() -> float:
+    """int8 multiplications that one core does at most, in 10^9 a second."""
+    with tempfile.TemporaryDirectory() as folder:
+        binary, source = Path(folder) / "dot_limit", Path(__file__).with_name("dot_limit.cpp")
+        subprocess.run([os.environ.get("CXX", "g++"), "-O2", "-std=c++17", str(source), "-o", str(binary)], check=True)
+        return float(subprocess.run([str(binary)], check=True, capture_output=True, text=True).stdout)

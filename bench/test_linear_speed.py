@@ -9,15 +9,13 @@ attention. The head sees every row up to 16 rows (decoding), one row above (a pr
 from __future__ import annotations
 
 import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import pyserve.ops as ops
-from bench.limits import memory_read_gb_s
+from bench.limits import int8_gmac_s, memory_read_gb_s
 from pyserve.ops.weights import PackedWeight, file_bytes, pack
 
 THREADS = min(2, os.cpu_count() or 1)
@@ -57,13 +55,9 @@ def step() -> tuple[ops.Program, int, int]:
 
 
 @pytest.fixture(scope="module")
-def limits(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, float]:
+def limits() -> tuple[float, float]:
     """(GB/s read, int8 GMAC/s) of THREADS threads together"""
-    binary = tmp_path_factory.mktemp("dot") / "dot_limit"
-    source = Path(__file__).with_name("dot_limit.cpp")
-    subprocess.run([os.environ.get("CXX", "g++"), "-O2", "-std=c++17", str(source), "-o", str(binary)], check=True)
-    one = float(subprocess.run([str(binary)], check=True, capture_output=True, text=True).stdout)
-    return memory_read_gb_s(THREADS, 1 << 28), one * THREADS
+    return memory_read_gb_s(THREADS, 1 << 28), int8_gmac_s() * THREADS
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 16, 64, 512])

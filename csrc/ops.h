@@ -12,6 +12,7 @@ struct Share {  // part `index` of `count`
   int index;
   int count;
   uint64_t call = 0;  // the same for all parts of one kernel call and no other; 0: unknown. What a thread prepared for one part may serve its next one.
+  const uint8_t* next = nullptr;  // weights that the thread reads after this part; null: those that follow it
 };
 
 enum class DType : int64_t { f32 = 0, f16 = 1, bf16 = 2 };
@@ -37,9 +38,14 @@ struct Activations {
 // --- linear.cpp
 size_t packed_bytes(WeightType type, int64_t rows, int64_t cols);
 void pack(WeightType type, const uint8_t* raw, int64_t rows, int64_t cols, uint8_t* out, Share share);
-// out[m, n] (+)= sum_k x[m, k] * w[n, k] + bias[n]; out_stride in floats, so that several products stand side by side.
-void linear(const PackedWeight& weight, const Activations& x, const float* bias, float* out, int64_t out_stride, int64_t num_rows, bool accumulate,
-            Share share);
+struct Product {
+  PackedWeight weight;
+  const float* bias;  // [rows], or null
+};
+// out[m, n] (+)= sum_k x[m, k] * w[n, k] + bias[n] for each product, the outputs side by side; out_stride in floats.
+void linear(const Product* products, int num_products, const Activations& x, float* out, int64_t out_stride, int64_t num_rows, bool accumulate, Share share);
+// The weights that the share reads first.
+const uint8_t* linear_start(const Product* products, int num_products, int64_t num_rows, Share share);
 void quantise(const Activations& x, int64_t num_rows, Share share);  // f32 -> q8
 void embed(const PackedWeight& table, const int32_t* tokens, int64_t num_rows, float scale, float* out, Share share);
 

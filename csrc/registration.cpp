@@ -139,7 +139,8 @@ Tensor linear_op(const Tensor& x, const Tensor& packed, int64_t type, int64_t ro
     in = Activations{data, q8.data_ptr<int8_t>(), scale.data_ptr<float>(), sum.data_ptr<int32_t>(), cols};
     quantise(in, num_rows, Share{0, 1});
   }
-  in_shares(num_shares, [&](Share share) { linear(weight, in, added, out.data_ptr<float>(), rows, num_rows, false, share); });
+  const Product product{weight, added};
+  in_shares(num_shares, [&](Share share) { linear(&product, 1, in, out.data_ptr<float>(), rows, num_rows, false, share); });
   return out;
 }
 
@@ -326,6 +327,22 @@ Tensor run_program(const ProgramPtr& self, const Tensor& tokens, const Tensor& p
   return at::from_blob(const_cast<float*>(logits), {batch.num_samples, self->program.logits_width()}, [self](void*) {}, at::kFloat);
 }
 
+// [8 kinds, 2]: seconds of all members together in kernels of this kind, and waiting for what they need.
+Tensor profile_program(const ProgramPtr& self, const Tensor& tokens, const Tensor& positions, const Tensor& sequences, const Tensor& page_table,
+                       const Tensor& sample_rows, const Tensor& kv) {
+  const Batch batch{ints(tokens, "tokens", 1), step_rows(positions, sequences, page_table), page_table.size(0), ints(sample_rows, "sample_rows", 1),
+                    sample_rows.size(0)};
+  check(tokens.size(0) == batch.rows.num_rows, "positions must have ", tokens.size(0), " values, as tokens has, not ", batch.rows.num_rows);
+  Program::Profile profile;
+  self->program.run(batch, pool_of(kv), &profile);
+  Tensor out = at::empty({num_kinds, 2}, at::kDouble);
+  for (int kind = 0; kind < num_kinds; ++kind) {
+    out.data_ptr<double>()[2 * kind] = profile.kernel_s[kind];
+    out.data_ptr<double>()[2 * kind + 1] = profile.wait_s[kind];
+  }
+  return out;
+}
+
 // Row i of `real` is (temperature, top_p, min_p), of `whole` (top_k, seed, position).
 std::vector<SampleRow> sample_rows_of(const Tensor& real, const Tensor& whole, int64_t num_rows) {
   const float* r = floats(real, "real", 2);
@@ -461,6 +478,7 @@ TORCH_LIBRARY(pyserve, m) {
       .def("take_rows", &Callable<&add_take_rows>::call)
       .def("set_logits", &Callable<&set_logits>::call)
       .def("run", &Callable<&run_program>::call)
+      .def("profile", &Callable<&profile_program>::call)
       .def("sample", &Callable<&sample_program>::call)
       .def("start", &Callable<&start_program>::call)
       .def("collect", &Callable<&collect_program>::call)

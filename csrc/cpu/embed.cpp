@@ -28,17 +28,17 @@ struct BlockScales {
 };
 
 BlockScales scales_of(const Format& format, const uint8_t* header, int b, int row) {
-  const uint8_t* small = header + 64 + 32 * b + row;
-  const float d = half_at(header + (format.scales == Scales::half ? 32 * b : 0) + 2 * row);
+  const uint8_t* small = header + format.f16_bytes() + 2 * kTileRows * b + row;
+  const float d = half_at(header + 2 * row);
   switch (format.scales) {
-    case Scales::k_halves: return {{d * float(int8_t(small[0])), d * float(int8_t(small[16]))}, 0.f};
-    case Scales::k_min: return {{d * float(small[0]), d * float(small[0])}, -(half_at(header + 32 + 2 * row) * float(small[16]))};
-    case Scales::half_min: return {{d, d}, half_at(header + 32 + 2 * row)};
+    case Scales::k_halves: return {{d * float(int8_t(small[0])), d * float(int8_t(small[kTileRows]))}, 0.f};
+    case Scales::k_min: return {{d * float(small[0]), d * float(small[0])}, -(half_at(header + 2 * (kTileRows + row)) * float(small[kTileRows]))};
+    case Scales::half_min: return {{d, d}, half_at(header + 2 * (kTileRows + row))};
     default: return {{d, d}, 0.f};
   }
 }
 
-int quant_at(int bits, const uint8_t* quants, int row, int i) {
+int quant_at(int bits, const uint8_t* quants, int row, int i) {  // of a slice
   const int j = i / 4, at = 4 * row + i % 4;
   if (bits == 8) return quants[64 * j + at];
   const int low = quants[64 * (j % 4) + at] >> (j < 4 ? 0 : 4) & 15;
@@ -50,10 +50,10 @@ int quant_at(int bits, const uint8_t* quants, int row, int i) {
 void unpack_block(const Format& format, const uint8_t* tile, int64_t b, int row, float factor, float* out) {
   const int within = int(b % format.group);
   const uint8_t* group = tile + b / format.group * format.group_bytes();
-  const uint8_t* quants = group + format.header_bytes() + within * format.quant_bytes();
+  const uint8_t* quants = group + format.header_bytes() + within * format.quant_bytes() + row / kSliceRows * format.slice_bytes();
   const BlockScales scales = scales_of(format, group, within, row);
   for (int i = 0; i < kBlock; ++i)
-    out[i] = (scales.scale[i / 16] * float(quant_at(format.bits, quants, row, i) - format.offset) + scales.min) * factor;
+    out[i] = (scales.scale[i / 16] * float(quant_at(format.bits, quants, row % kSliceRows, i) - format.offset) + scales.min) * factor;
 }
 
 void embed_row(const PackedWeight& table, int64_t token, float scale, float* out) {

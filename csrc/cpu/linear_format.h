@@ -1,17 +1,17 @@
 // The packed layout of a weight matrix, shared by the packer and the kernels.
 //
-// 16 rows (outputs) make a tile; a tile's columns follow one another. Rows past the end are zero.
+// 32 rows (outputs) make a tile; a tile's columns follow one another. Rows past the end are zero.
 //
-// F32, F16, BF16: for each column the 16 rows' values side by side, in the file's precision.
+// F32, F16, BF16: for each column the 32 rows' values side by side, in the file's precision.
 //
 // Quantised: groups of `group` blocks of 32 columns, each group a multiple of 64 bytes:
-//   header    the group's scales, as the file has them, the 16 rows side by side:
-//               Q4_0 Q5_0 Q8_0  per block: f16 scale[16]
-//               Q4_1 Q5_1       per block: f16 scale[16], f16 min[16]
-//               Q4_K Q5_K       f16 d[16], f16 dmin[16], then per block: u8 scale[16], u8 min[16]
-//               Q6_K            f16 d[16], 32 bytes unused, then per half block: i8 scale[16]
-//   quants    per block, unsigned: `offset` is added to the signed types. Register j of 8 holds the columns 4j..4j+3 of the 16 rows,
-//             row r in bytes 4r..4r+3, so that one broadcast of four activations feeds 16 rows.
+//   header    the group's scales, as the file has them, the 32 rows side by side:
+//               Q4_0 Q5_0 Q8_0  f16 scale[32]
+//               Q4_1 Q5_1       f16 scale[32], f16 min[32]
+//               Q4_K Q5_K       f16 d[32], f16 dmin[32], then per block: u8 scale[32], u8 min[32]
+//               Q6_K            f16 d[32], then per half block: i8 scale[32]
+//   quants    per block, unsigned: `offset` is added to the signed types. The two slices of 16 rows follow one another. Register j of 8 holds the columns
+//             4j..4j+3 of a slice, row r in bytes 4r..4r+3, so that one broadcast of four activations feeds 16 rows. A slice has
 //               8 bits          512 bytes: the 8 registers
 //               4 bits          256 bytes: register j in the low nibbles of line j, register 4 + j in the high ones
 //               5 bits          the same, then 64 bytes whose bit j is the high bit of register j
@@ -26,7 +26,8 @@
 
 namespace pyserve {
 
-constexpr int kTileRows = 16;
+constexpr int kTileRows = 32;
+constexpr int kSliceRows = 16;
 constexpr int kBlock = 32;  // columns that share an activation scale
 
 enum class Scales { none, half, half_min, k_min, k_halves };
@@ -41,8 +42,10 @@ struct Format {
   constexpr bool is_float() const { return scales == Scales::none; }
   constexpr bool has_min() const { return scales == Scales::half_min || scales == Scales::k_min; }
   constexpr bool is_k() const { return scales == Scales::k_min || scales == Scales::k_halves; }
-  constexpr int header_bytes() const { return is_k() ? 64 + 256 : 64; }
-  constexpr int quant_bytes() const { return bits == 8 ? 512 : 256 + 64 * (bits - 4); }
+  constexpr int f16_bytes() const { return 2 * kTileRows * (has_min() ? 2 : 1); }  // the header's part in f16
+  constexpr int header_bytes() const { return f16_bytes() + (is_k() ? group * 2 * kTileRows : 0); }
+  constexpr int slice_bytes() const { return bits == 8 ? 512 : 256 + 64 * (bits - 4); }
+  constexpr int quant_bytes() const { return slice_bytes() * (kTileRows / kSliceRows); }
   constexpr int group_bytes() const { return header_bytes() + group * quant_bytes(); }
   constexpr int column_multiple() const { return is_float() ? 1 : is_k() ? 256 : kBlock; }
 };
@@ -52,10 +55,10 @@ constexpr Format format_of(WeightType type) {
     case WeightType::f32: return {32, 0, 1, Scales::none, 4};
     case WeightType::f16: return {16, 0, 1, Scales::none, 2};
     case WeightType::bf16: return {16, 0, 1, Scales::none, 2};
-    case WeightType::q8_0: return {8, 128, 2, Scales::half, 34};
-    case WeightType::q4_0: return {4, 8, 2, Scales::half, 18};
+    case WeightType::q8_0: return {8, 128, 1, Scales::half, 34};
+    case WeightType::q4_0: return {4, 8, 1, Scales::half, 18};
     case WeightType::q4_1: return {4, 0, 1, Scales::half_min, 20};
-    case WeightType::q5_0: return {5, 16, 2, Scales::half, 22};
+    case WeightType::q5_0: return {5, 16, 1, Scales::half, 22};
     case WeightType::q5_1: return {5, 0, 1, Scales::half_min, 24};
     case WeightType::q4_k: return {4, 0, 8, Scales::k_min, 144};
     case WeightType::q5_k: return {5, 0, 8, Scales::k_min, 176};
@@ -66,7 +69,7 @@ constexpr Format format_of(WeightType type) {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Bytes of one tile of 16 rows.
+// Bytes of one tile.
 constexpr int64_t tile_bytes(WeightType type, int64_t cols) {
   const Format format = format_of(type);
   return format.is_float() ? cols * kTileRows * (format.bits / 8) : ceil_div(cols / kBlock, format.group) * format.group_bytes();

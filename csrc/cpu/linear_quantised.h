@@ -1,100 +1,155 @@
-// One tile of 16 rows of quantised weights times M rows of int8 activations.
+// One tile of 32 rows of quantised weights times M rows of int8 activations.
 //
 //   y[m][n] = sum over blocks b of  scale[n][b] * a_scale[m][b] * dot(q[n][b], a[m][b])  +  min[n][b] * a_scale[m][b] * a_sum[m][b]
 //
-// The lanes of an accumulator are the rows of the tile, so there is no horizontal sum. The dot products are integers, hence exact in any order; the floats
+// The lanes of an accumulator are rows of the tile, so there is no horizontal sum. The dot products are integers, hence exact in any order; the floats
 // are added block by block with one fused multiply-add each, the same for every M: a row's bits do not depend on the rows beside it. Types without a
 // minimum start the integer sum at -offset * a_sum, which takes the weights' offset off for nothing.
 //
 // What bounds it on Zen 4: 8 dot products a row and block beside one multiplication and two additions that share their pipes, so 8 / 11 of the int8 peak.
+// To get near it, the rows' chains of dot products run side by side, register by register of the weights, and a broadcast of activations serves the whole
+// tile. Few rows wait for memory: weights are asked for a tile ahead, into the second-level cache, since more requests can be on their way to it than to the
+// first.
 #pragma once
+#include <utility>
+
 #include "linear_kernels.h"
 
 namespace pyserve {
 
 #define PYSERVE_INLINE static inline __attribute__((always_inline))
 
-template <class V, int bits>
-struct Unpack {  // the 8 registers of one block, `at` its quants
-  template <int j>
-  PYSERVE_INLINE typename V::Bytes get(const uint8_t* at) {
-    if constexpr (bits == 8) {
-      return V::load_bytes(at + 64 * j);
-    } else {
-      const typename V::Bytes line = V::load_bytes(at + 64 * (j % 4)), nibble = j < 4 ? V::low_nibbles(line) : V::high_nibbles(line);
-      if constexpr (bits == 5) return V::template with_high_bits<4 - j>(nibble, V::load_bytes(at + 256), 0x10);
-      if constexpr (bits == 6) return V::template with_high_bits<4 - 2 * (j % 4)>(nibble, V::load_bytes(at + 256 + 64 * (j / 4)), 0x30);
-      return nibble;
-    }
+// Register j of 8 of one block and slice, `at` its quants.
+template <class V, int bits, int j>
+PYSERVE_INLINE typename V::Bytes unpacked(const uint8_t* at) {
+  if constexpr (bits == 8) {
+    return V::load_bytes(at + 64 * j);
+  } else {
+    const typename V::Bytes line = V::load_bytes(at + 64 * (j % 4)), nibble = j < 4 ? V::low_nibbles(line) : V::high_nibbles(line);
+    if constexpr (bits == 5) return V::template with_high_bits<4 - j>(nibble, V::load_bytes(at + 256), 0x10);
+    if constexpr (bits == 6) return V::template with_high_bits<4 - 2 * (j % 4)>(nibble, V::load_bytes(at + 256 + 64 * (j / 4)), 0x30);
+    return nibble;
   }
-  PYSERVE_INLINE void all(const uint8_t* at, typename V::Bytes* q) {
-    q[0] = get<0>(at), q[1] = get<1>(at), q[2] = get<2>(at), q[3] = get<3>(at);
-    q[4] = get<4>(at), q[5] = get<5>(at), q[6] = get<6>(at), q[7] = get<7>(at);
-  }
-};
+}
 
 // The scales of block `b` of a group for the lanes from `row` on: [0] of the whole block or its first half, [1] the minimum or the second half's scale.
-template <class V, Scales kind>
+template <class V, WeightType type>
 PYSERVE_INLINE void load_scales(const uint8_t* header, int b, int row, typename V::Float* scale) {
-  const uint8_t* small = header + 64 + 32 * b + row;
-  if constexpr (kind == Scales::half) scale[0] = V::load_half(header + 32 * b + 2 * row);
-  if constexpr (kind == Scales::half_min) scale[0] = V::load_half(header + 2 * row), scale[1] = V::load_half(header + 32 + 2 * row);
-  if constexpr (kind == Scales::k_min) {
-    scale[0] = V::load_half(header + 2 * row) * V::load_uint8(small);
-    scale[1] = V::load_half(header + 32 + 2 * row) * (V::all(0.f) - V::load_uint8(small + 16));
+  constexpr Format format = format_of(type);
+  const uint8_t* small = header + format.f16_bytes() + 2 * kTileRows * b + row;
+  scale[0] = V::load_half(header + 2 * row);
+  if constexpr (format.has_min()) scale[1] = V::load_half(header + 2 * (kTileRows + row));
+  if constexpr (format.scales == Scales::k_min) {
+    scale[0] = scale[0] * V::load_uint8(small);
+    scale[1] = scale[1] * (V::all(0.f) - V::load_uint8(small + kTileRows));
   }
-  if constexpr (kind == Scales::k_halves) {
-    const typename V::Float d = V::load_half(header + 2 * row);
-    scale[0] = d * V::load_int8(small), scale[1] = d * V::load_int8(small + 16);
+  if constexpr (format.scales == Scales::k_halves) {
+    scale[1] = scale[0] * V::load_int8(small + kTileRows);
+    scale[0] = scale[0] * V::load_int8(small);
   }
 }
 
-template <class V, WeightType type, int M>
-PYSERVE_INLINE void add_block(const uint8_t* header, const uint8_t* quants, int b, int row, const uint8_t* activations, typename V::Float* acc) {
+// How one pass over a block is cut: `sums` integer sums (one, or one for each half), each of `registers` of the 8, `step` at a time.
+template <class V, WeightType type>
+struct Steps {
+  static constexpr Format format = format_of(type);
+  static constexpr int sums = format.scales == Scales::k_halves ? 2 : 1, registers = 8 / sums;
+  static constexpr int step = V::template step<format.bits> < registers ? V::template step<format.bits> : registers, count = registers / step;
+  // One by one, the two registers that share a line follow one another.
+  static constexpr int first_register(int sum, int i) { return sums == 1 && step == 1 && format.bits < 8 ? i % 2 * 4 + i / 2 : sum * registers + i * step; }
+};
+
+template <class V, WeightType type, int M, int first, int... k>
+PYSERVE_INLINE void add_dots(const uint8_t* const* quants, const int8_t* a, typename V::Int (*sum)[M], std::integer_sequence<int, k...>) {
+  constexpr int bits = format_of(type).bits;
+  typename V::Bytes q[V::groups][sizeof...(k)];
+#pragma GCC unroll 2
+  for (int g = 0; g < V::groups; ++g) ((q[g][k] = unpacked<V, bits, first + k>(quants[g])), ...);
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+    for (int g = 0; g < V::groups; ++g) sum[g][m] = V::template dot<bits, int(sizeof...(k))>(sum[g][m], q[g], a + m * kBlock + 4 * first);
+}
+
+template <class V, WeightType type, int M, int sum_index, int... i>
+PYSERVE_INLINE void dots_of_block(const uint8_t* const* quants, const int8_t* a, typename V::Int (*sum)[M], std::integer_sequence<int, i...>) {
+  using S = Steps<V, type>;
+  (add_dots<V, type, M, S::first_register(sum_index, i)>(quants, a, sum, std::make_integer_sequence<int, S::step>()), ...);
+}
+
+template <class V, WeightType type, int M, int sum_index>
+PYSERVE_INLINE void add_sum(const uint8_t* const* quants, const uint8_t* activations, const typename V::Float (*scale)[2], typename V::Float (*acc)[M]) {
   constexpr Format format = format_of(type);
   constexpr bool starts_at_zero = format.has_min() || (format.bits == 8 && V::subtracts_offset);
-  typename V::Bytes q[8];
-  typename V::Float scale[2];
-  Unpack<V, format.bits>::all(quants + 4 * row, q);
-  load_scales<V, format.scales>(header, b, row, scale);
-  const auto* a = (const int8_t*)activations;
   const auto* a_scale = (const float*)(activations + M * kBlock);
-  const auto* offset = (const int32_t*)(a_scale + M);
+  const auto* offset = (const int32_t*)(a_scale + M) + sum_index * M;
+  typename V::Int sum[V::groups][M];
 #pragma GCC unroll 16
-  for (int m = 0; m < M; ++m, a += kBlock) {
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+    for (int g = 0; g < V::groups; ++g) sum[g][m] = V::all_int(starts_at_zero ? 0 : offset[m]);
+  dots_of_block<V, type, M, sum_index>(quants, (const int8_t*)activations, sum, std::make_integer_sequence<int, Steps<V, type>::count>());
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) {
     const typename V::Float factor = V::all(a_scale[m]);
-    const typename V::Int start = V::all_int(starts_at_zero ? 0 : offset[m]);
-    if constexpr (format.scales == Scales::k_halves) {
-      const typename V::Int first = V::template dot<format.bits, 4>(start, q, a);
-      const typename V::Int second = V::template dot<format.bits, 4>(V::all_int(offset[M + m]), q + 4, a + 16);
-      acc[m] = V::fma(scale[0] * factor, V::to_float(first), acc[m]);
-      acc[m] = V::fma(scale[1] * factor, V::to_float(second), acc[m]);
-    } else {
-      acc[m] = V::fma(scale[0] * factor, V::to_float(V::template dot<format.bits, 8>(start, q, a)), acc[m]);
-      if constexpr (format.has_min()) acc[m] = V::fma(scale[1], V::all(((const float*)offset)[m]), acc[m]);
+#pragma GCC unroll 2
+    for (int g = 0; g < V::groups; ++g) {
+      acc[g][m] = V::fma(scale[g][sum_index] * factor, V::to_float(sum[g][m]), acc[g][m]);
+      if constexpr (format.has_min()) acc[g][m] = V::fma(scale[g][1], V::all(((const float*)offset)[m]), acc[g][m]);
     }
   }
 }
 
+// Rows from `row` on, as many as the registers of one pass hold.
 template <class V, WeightType type, int M>
-void quantised_product(const uint8_t* tile, int64_t num_blocks, const uint8_t* activations, float* out) {
+PYSERVE_INLINE void add_block(const uint8_t* header, const uint8_t* block, int b, int row, const uint8_t* activations, typename V::Float (*acc)[M]) {
+  constexpr int slice_bytes = format_of(type).slice_bytes();
+  typename V::Float scale[V::groups][2];
+  const uint8_t* quants[V::groups];
+#pragma GCC unroll 2
+  for (int g = 0; g < V::groups; ++g) {
+    const int first = row + g * V::lanes;
+    load_scales<V, type>(header, b, first, scale[g]);
+    quants[g] = block + first / kSliceRows * slice_bytes + 4 * (first % kSliceRows);
+  }
+  add_sum<V, type, M, 0>(quants, activations, scale, acc);
+  if constexpr (Steps<V, type>::sums == 2) add_sum<V, type, M, 1>(quants, activations, scale, acc);
+}
+
+// Asks for what is read later, a few lines at a time: all at once they would hold up everything behind them.
+template <class V>
+PYSERVE_INLINE void ask(Ahead& ahead) {
+  for (int line = 0; line < ahead.lines; ++line, ahead.at += 64) V::prefetch(ahead.at);
+}
+
+template <class V>
+PYSERVE_INLINE void put(const TileOutput& to, int m, int row, typename V::Float value) {
+  float* out = to.out + m * to.stride + row;
+  if (to.bias != nullptr) value = value + V::load(to.bias + row);
+  if (to.accumulate) value = value + V::load(out);
+  V::store(out, value);
+}
+
+template <class V, WeightType type, int M>
+void quantised_product(const uint8_t* tile, Ahead ahead, int64_t num_blocks, const uint8_t* activations, const TileOutput& to) {
   constexpr Format format = format_of(type);
-  constexpr int ahead = 2560;  // bytes; the tiles of a matrix follow one another, so this runs on into the next one
-  for (int row = 0; row < kTileRows; row += V::lanes) {
-    typename V::Float acc[M];
-    for (int m = 0; m < M; ++m) acc[m] = V::all(0.f);
+  constexpr int pass_rows = V::lanes * V::groups;
+  for (int row = 0; row < kTileRows; row += pass_rows) {
+    typename V::Float acc[V::groups][M];
+    for (int g = 0; g < V::groups; ++g)
+      for (int m = 0; m < M; ++m) acc[g][m] = V::all(0.f);
     const uint8_t* a = activations;
     const uint8_t* group = tile;
     for (int64_t done = 0; done < num_blocks; done += format.group, group += format.group_bytes()) {
       const int blocks = num_blocks - done < format.group ? int(num_blocks - done) : format.group;
-      for (int line = 0; line < format.header_bytes(); line += 64) V::prefetch(group + ahead + line);
       for (int b = 0; b < blocks; ++b, a += M * kActivationBlockBytes) {
-        const uint8_t* quants = group + format.header_bytes() + b * format.quant_bytes();
-        for (int line = 0; line < format.quant_bytes(); line += 64) V::prefetch(quants + ahead + line);
-        add_block<V, type, M>(group, quants, b, row, a, acc);
+        const uint8_t* block = group + format.header_bytes() + b * format.quant_bytes();
+        ask<V>(ahead);
+        add_block<V, type, M>(group, block, b, row, a, acc);
       }
     }
-    for (int m = 0; m < M; ++m) V::store(out + m * kTileRows + row, acc[m]);
+    for (int g = 0; g < V::groups; ++g)
+      for (int m = 0; m < M; ++m) put<V>(to, m, row + g * V::lanes, acc[g][m]);
   }
 }
 

@@ -8,7 +8,12 @@ namespace pyserve {
 
 struct Avx2 {
   static constexpr int lanes = 8;
+  static constexpr int groups = 1;
   static constexpr int tile_m = 4;
+  // Products are summed in 16 bits for as long as the largest weights times 127 leave room: 8 registers of 4-bit weights (30,480), 4 of 5 bits
+  // (31,496), 2 of 6 bits (32,004). 8-bit weights go as magnitudes against activations that take the sign (one register, 32,512).
+  template <int bits>
+  static constexpr int step = bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
   static constexpr bool subtracts_offset = true;  // `dot` of 8-bit weights takes the offset of 128 off by itself
   using Float = __m256;
   using Int = __m256i;
@@ -64,17 +69,13 @@ struct Avx2 {
     return _mm256_or_si256(x, _mm256_and_si256(moved, _mm256_set1_epi8(mask)));
   }
 
-  // Products are summed in 16 bits for as long as the largest weights times 127 leave room: 8 registers of 4-bit weights (30,480), 4 of 5 bits
-  // (31,496), 2 of 6 bits (32,004). 8-bit weights go as magnitudes against activations that take the sign (one register, 32,512).
   template <int bits, int count>
   PYSERVE_OP Int dot(Int sum, const Bytes* q, const int8_t* a) {
-    constexpr int room = bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1, step = room < count ? room : count;
-    for (int j = 0; j < count; j += step) {
-      Int words = products<bits>(q[j], a + 4 * j);
-      for (int i = j + 1; i < j + step; ++i) words = _mm256_add_epi16(words, products<bits>(q[i], a + 4 * i));
-      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
-    }
-    return sum;
+    static_assert(count <= step<bits>);
+    Int words = products<bits>(q[0], a);
+#pragma GCC unroll 8
+    for (int i = 1; i < count; ++i) words = _mm256_add_epi16(words, products<bits>(q[i], a + 4 * i));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
   }
   template <int bits>
   PYSERVE_OP Int products(Bytes q, const int8_t* a) {
@@ -83,7 +84,7 @@ struct Avx2 {
     const Bytes value = _mm256_xor_si256(q, _mm256_set1_epi8(-128));
     return _mm256_maddubs_epi16(_mm256_abs_epi8(value), _mm256_sign_epi8(four, value));
   }
-  PYSERVE_OP void prefetch(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+  PYSERVE_OP void prefetch(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }  // into the second-level cache
 #undef PYSERVE_OP
 };
 

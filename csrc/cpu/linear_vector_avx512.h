@@ -1,4 +1,4 @@
-// The vector operations that the kernel templates need, over 512-bit registers: the 16 rows of a tile in one.
+// The vector operations that the kernel templates need, over 512-bit registers: a tile in two.
 #pragma once
 #include <immintrin.h>
 
@@ -8,7 +8,10 @@ namespace pyserve {
 
 struct Avx512 {
   static constexpr int lanes = 16;
-  static constexpr int tile_m = 8;
+  static constexpr int groups = 2;  // registers of rows that a pass over a tile serves
+  static constexpr int tile_m = 6;  // two registers for each row and group, of 32
+  template <int bits>
+  static constexpr int step = 1;  // registers of weights that one `dot` takes
   static constexpr bool subtracts_offset = false;
   using Float = __m512;
   using Int = __m512i;
@@ -58,7 +61,7 @@ struct Avx512 {
     for (int j = 0; j < count; ++j) sum = _mm512_dpbusd_epi32(sum, q[j], _mm512_set1_epi32(((const int32_t*)a)[j]));
     return sum;
   }
-  PYSERVE_OP void prefetch(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+  PYSERVE_OP void prefetch(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }  // into the second-level cache
 #undef PYSERVE_OP
 };
 

@@ -10,7 +10,10 @@ namespace pyserve {
 
 struct Generic {
   static constexpr int lanes = 4;
+  static constexpr int groups = 1;
   static constexpr int tile_m = 2;
+  template <int bits>
+  static constexpr int step = 8;
   static constexpr bool subtracts_offset = false;
   typedef float Float __attribute__((vector_size(16)));
   typedef int32_t Int __attribute__((vector_size(16)));

@@ -71,7 +71,7 @@ Block read_block(WeightType type, const uint8_t* raw_row, int64_t b) {
   return type == WeightType::q6_k ? read_q6_k_block(raw, int(b % 8)) : read_k_block(type, raw, int(b % 8));
 }
 
-void write_quants(const Block& block, int bits, int row, uint8_t* out) {
+void write_quants(const Block& block, int bits, int row, uint8_t* out) {  // of a slice
   for (int i = 0; i < kBlock; ++i) {
     const int j = i / 4, at = 4 * row + i % 4;
     const uint8_t q = block.q[i];
@@ -85,11 +85,11 @@ void write_quants(const Block& block, int bits, int row, uint8_t* out) {
   }
 }
 
-void write_scales(const Block& block, Scales scales, int b, int row, uint8_t* header) {
-  std::memcpy(header + (scales == Scales::half ? 32 * b : 0) + 2 * row, block.d, 2);
-  if (block.min) std::memcpy(header + 32 + 2 * row, block.min, 2);
-  if (scales == Scales::k_min || scales == Scales::k_halves)
-    for (int i = 0; i < 2; ++i) header[64 + 32 * b + 16 * i + row] = block.small[i];
+void write_scales(const Block& block, const Format& format, int b, int row, uint8_t* header) {
+  std::memcpy(header + 2 * row, block.d, 2);
+  if (block.min) std::memcpy(header + 2 * (kTileRows + row), block.min, 2);
+  if (format.is_k())
+    for (int i = 0; i < 2; ++i) header[format.f16_bytes() + kTileRows * (2 * b + i) + row] = block.small[i];
 }
 
 void pack_quantised_row(WeightType type, const uint8_t* raw_row, int64_t cols, int row, uint8_t* tile) {
@@ -98,8 +98,9 @@ void pack_quantised_row(WeightType type, const uint8_t* raw_row, int64_t cols, i
     uint8_t* group = tile + b / format.group * format.group_bytes();
     const int within = int(b % format.group);
     const Block block = read_block(type, raw_row, b);
-    write_scales(block, format.scales, within, row, group);
-    write_quants(block, format.bits, row, group + format.header_bytes() + within * format.quant_bytes());
+    write_scales(block, format, within, row, group);
+    uint8_t* quants = group + format.header_bytes() + within * format.quant_bytes();
+    write_quants(block, format.bits, row % kSliceRows, quants + row / kSliceRows * format.slice_bytes());
   }
 }
 

@@ -1,7 +1,9 @@
 #include "program.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <utility>
 
 #include "../check.h"
 #include "memory.h"
@@ -51,7 +53,10 @@ void Program::embed(const PackedWeight& table, int64_t out, float scale) {
   Register* to = &writable(out, "out", table.cols, false);
   vocab_size_ = std::min(vocab_size_, table.rows);
   check(!is_on_samples_, "embed must come before take_rows");
-  add([=](const Step& step, int64_t num_rows, Share share) { pyserve::embed(table, step.batch.tokens, num_rows, scale, to->f32.get(), share); }, {}, {out});
+  const auto kernel = [=](const Step& step, int64_t num_rows, Share share) {
+    pyserve::embed(table, step.batch.tokens, num_rows, scale, to->f32.get(), share);
+  };
+  add(Kind::embed, kernel, {}, {out});
 }
 
 void Program::rms_norm(int64_t x, const float* weight, int64_t weight_len, float eps, int64_t out) {
@@ -60,7 +65,10 @@ void Program::rms_norm(int64_t x, const float* weight, int64_t weight_len, float
   check(eps >= 0, "eps must not be negative");
   check(x != out, "out must be another register than x");
   Register* to = &writable(out, "out", from->width, true);
-  add([=](const Step&, int64_t num_rows, Share share) { pyserve::rms_norm(from->f32.get(), weight, eps, to->view(), num_rows, share); }, {x}, {out});
+  const auto kernel = [=](const Step&, int64_t num_rows, Share share) {
+    pyserve::rms_norm(from->f32.get(), weight, eps, to->view(), num_rows, share);
+  };
+  add(Kind::rms_norm, kernel, {x}, {out});
 }
 
 void Program::linear(int64_t x, const std::vector<PackedWeight>& weights, const std::vector<const float*>& biases, int64_t out, bool accumulate) {
@@ -78,16 +86,18 @@ void Program::linear(int64_t x, const std::vector<PackedWeight>& weights, const 
   if (reads_q8) need_q8(x);
   if (accumulate) readable(out, "out");
   Register* to = &writable(out, "out", width, false);
-  // Every member does its share of each product; none waits for another, since they read one register and write columns of their own.
+  // Several products need not wait for one another: they read one register and write columns of their own.
+  auto products = std::make_shared<std::vector<Product>>();
+  for (size_t i = 0; i < weights.size(); ++i) products->push_back({weights[i], biases[i]});
   add(
+      Kind::linear,
       [=](const Step&, int64_t num_rows, Share share) {
-        float* columns = to->f32.get();
-        for (size_t i = 0; i < weights.size(); ++i) {
-          pyserve::linear(weights[i], from->view(), biases[i], columns, width, num_rows, accumulate, share);
-          columns += weights[i].rows;
-        }
+        pyserve::linear(products->data(), static_cast<int>(products->size()), from->view(), to->f32.get(), width, num_rows, accumulate, share);
       },
       {x}, {out}, width * from->width);
+  Instruction& added = instructions_.back();
+  added.products = products;
+  for (size_t i = instructions_.size() - 1; i-- > 0 && !instructions_[i].next_linear;) instructions_[i].next_linear = instructions_.size() - 1;
 }
 
 void Program::rope_kv_write(int64_t qkv, const AttentionShape& shape, const RopeTable& rope, const HeadNorm& norm) {
@@ -99,6 +109,7 @@ void Program::rope_kv_write(int64_t qkv, const AttentionShape& shape, const Rope
   check(rope.max_positions > 0, "rope: the tables must have a row for each position");
   max_positions_ = std::min(max_positions_, rope.max_positions);
   add(
+      Kind::rope_kv_write,
       [=](const Step& step, int64_t, Share share) {
         pyserve::rope_kv_write(to->f32.get(), shape.num_heads, rope, norm, step.pool, shape.layer, step.batch.rows, share);
       },
@@ -114,7 +125,11 @@ void Program::attention(int64_t qkv, int64_t out, const AttentionShape& shape, f
   check(qkv != out, "out must be another register than qkv");
   Register* to = &writable(out, "out", shape.num_heads * shape.head_dim, shape.head_dim % q8_block == 0);
   const AttentionSpec spec{shape.num_heads, shape.layer, scale, softcap, window};
-  add([=, this](const Step& step, int64_t, Share share) { pyserve::attention(from->f32.get(), spec, step.pool, step.batch.rows, to->view(), workspace_.get(), share); },
+  add(
+      Kind::attention,
+      [=, this](const Step& step, int64_t, Share share) {
+        pyserve::attention(from->f32.get(), spec, step.pool, step.batch.rows, to->view(), workspace_.get(), share);
+      },
       {qkv, pool_layer(shape.layer)}, {out});
 }
 
@@ -123,7 +138,10 @@ void Program::gated_activation(int64_t gate_up, int64_t out, Activation kind) {
   check(gate_up != out, "out must be another register than gate_up");
   check(from->width % 2 == 0, "gate_up: its width must be even, not ", from->width);
   Register* to = &writable(out, "out", from->width / 2, true);
-  add([=](const Step&, int64_t num_rows, Share share) { pyserve::gated_activation(kind, from->f32.get(), to->view(), num_rows, share); }, {gate_up}, {out});
+  const auto kernel = [=](const Step&, int64_t num_rows, Share share) {
+    pyserve::gated_activation(kind, from->f32.get(), to->view(), num_rows, share);
+  };
+  add(Kind::gated_activation, kernel, {gate_up}, {out});
 }
 
 void Program::take_rows(int64_t x, int64_t out) {
@@ -133,6 +151,7 @@ void Program::take_rows(int64_t x, int64_t out) {
   is_on_samples_ = true;
   Register* to = &writable(out, "out", from->width, false);
   add(
+      Kind::take_rows,
       [=](const Step& step, int64_t num_rows, Share share) {
         const auto [first, last] = part(num_rows, share);
         for (int64_t i = first; i < last; ++i) {
@@ -188,11 +207,11 @@ void Program::need_q8(int64_t x) {
   check(target->width % q8_block == 0, "x: its width must be a multiple of ", q8_block, " for a quantised product, not ", target->width);
   target->needs_q8 = true;
   if (target->has_q8) return;
-  add([=](const Step&, int64_t num_rows, Share share) { pyserve::quantise(target->view(), num_rows, share); }, {x}, {x});
+  add(Kind::quantise, [=](const Step&, int64_t num_rows, Share share) { pyserve::quantise(target->view(), num_rows, share); }, {x}, {x});
   target->has_q8 = true;
 }
 
-void Program::add(Kernel kernel, const std::vector<int64_t>& read, const std::vector<int64_t>& written, int64_t row_work) {
+void Program::add(Kind kind, Kernel kernel, const std::vector<int64_t>& read, const std::vector<int64_t>& written, int64_t row_work) {
   const bool waits = has_common(read, written_) || has_common(written, written_) || has_common(written, read_);
   if (waits) {
     read_.clear();
@@ -200,7 +219,7 @@ void Program::add(Kernel kernel, const std::vector<int64_t>& read, const std::ve
   }
   read_.insert(read_.end(), read.begin(), read.end());
   written_.insert(written_.end(), written.begin(), written.end());
-  instructions_.push_back(Instruction{std::move(kernel), row_work, is_on_samples_, waits});
+  instructions_.push_back(Instruction{kind, std::move(kernel), nullptr, row_work, is_on_samples_, waits, std::nullopt});
 }
 
 void Program::note_shape(const AttentionShape& shape) {
@@ -230,7 +249,7 @@ void Program::check_batch(const Batch& batch, const Pool& pool) const {
   if (shape_) check_step_rows(batch.rows, batch.num_sequences, max_positions_, pool);
 }
 
-const float* Program::run(const Batch& batch, const Pool& pool) {
+const float* Program::run(const Batch& batch, const Pool& pool, Profile* profile) {
   check(logits_.has_value(), "the program is not complete: set_logits must come before run");
   const auto lock = lock_running();
   check_pool(pool);
@@ -242,7 +261,7 @@ const float* Program::run(const Batch& batch, const Pool& pool) {
     progress_[i].num_done.store(0, std::memory_order_relaxed);
   }
   const uint64_t first_call = num_calls.fetch_add(instructions_.size()) + 1;
-  team_.run([&](Share share) { execute(step, first_call, share.index); });
+  team_.run([&](Share share) { execute(step, first_call, share.index, profile); });
   return registers_[static_cast<size_t>(*logits_)].f32.get();
 }
 
@@ -288,14 +307,16 @@ int64_t Program::num_rows(const Step& step, const Instruction& instruction) cons
   return instruction.is_on_samples ? step.batch.num_samples : step.batch.rows.num_rows;
 }
 
-// Its own part first: what a member reads is then in its own cache from the step before.
+// Its own share first, in the order in which memory is read: what a member reads is then on its way, or in its own cache from the step before. Then the others',
+// from the end.
 int Program::claim(Progress& progress, int parts, int index) const {
-  if (parts > 64 || parts != team_.num_threads()) {
+  if (parts > 64) {
     const uint64_t part = progress.claimed.fetch_add(1, std::memory_order_relaxed);
     return part < static_cast<uint64_t>(parts) ? static_cast<int>(part) : -1;
   }
+  const int own = parts / team_.num_threads(), first = index * own;
   for (int i = 0; i < parts; ++i) {
-    const int part = (index + i) % parts;
+    const int part = i < own ? first + i : (first - 1 - (i - own) + parts) % parts;
     const uint64_t bit = uint64_t{1} << part;
     if (progress.claimed.load(std::memory_order_relaxed) & bit) continue;
     if (!(progress.claimed.fetch_or(bit, std::memory_order_relaxed) & bit)) return part;
@@ -303,23 +324,54 @@ int Program::claim(Progress& progress, int parts, int index) const {
   return -1;
 }
 
-// Who computes a part changes no bit.
-void Program::execute(const Step& step, uint64_t first_call, int index) {
+// What the member will read first of the next product, so that it can be on its way; null after the last one.
+const uint8_t* Program::next_weights(const Instruction& instruction, const Step& step, int index) const {
+  if (!instruction.next_linear) return nullptr;
+  const Instruction& next = instructions_[*instruction.next_linear];
+  const int64_t rows = num_rows(step, next);
+  if (rows == 0) return nullptr;
+  return linear_start(next.products->data(), static_cast<int>(next.products->size()), rows, {index, team_.num_threads()});
+}
+
+void Program::execute(const Step& step, uint64_t first_call, int index, Profile* profile) {
+  Profile mine;
+  auto last = std::chrono::steady_clock::now();
+  const auto lap = [&](double& total) {
+    if (profile == nullptr) return;
+    const auto now = std::chrono::steady_clock::now();
+    total += std::chrono::duration<double>(now - std::exchange(last, now)).count();
+  };
   size_t first_open = 0;  // all before it are done
   for (size_t i = 0; i < instructions_.size(); ++i) {
     const Instruction& instruction = instructions_[i];
-    const int64_t rows = num_rows(step, instruction);
-    if (rows == 0) continue;
+    if (num_rows(step, instruction) == 0) continue;
     for (; instruction.waits && first_open < i; ++first_open) {
       const int64_t rows_before = num_rows(step, instructions_[first_open]);
       const int parts = rows_before == 0 ? 0 : num_parts(instructions_[first_open], rows_before);
       team_.wait([&] { return progress_[first_open].num_done.load() >= parts; });
     }
-    const int parts = num_parts(instruction, rows);
-    for (int part; (part = claim(progress_[i], parts, index)) >= 0;) {
-      instruction.kernel(step, rows, {part, parts, first_call + i});
-      if (progress_[i].num_done.fetch_add(1) + 1 == parts) team_.wake();
-    }
+    lap(mine.wait_s[static_cast<int>(instruction.kind)]);
+    execute_one(step, first_call, index, i);
+    lap(mine.kernel_s[static_cast<int>(instruction.kind)]);
+  }
+  if (profile == nullptr) return;
+  static std::mutex adding;
+  std::lock_guard<std::mutex> lock(adding);
+  for (int kind = 0; kind < num_kinds; ++kind) {
+    profile->kernel_s[kind] += mine.kernel_s[kind];
+    profile->wait_s[kind] += mine.wait_s[kind];
+  }
+}
+
+// Who computes a part changes no bit.
+void Program::execute_one(const Step& step, uint64_t first_call, int index, size_t i) {
+  const Instruction& instruction = instructions_[i];
+  const int64_t rows = num_rows(step, instruction);
+  const int parts = num_parts(instruction, rows), own_end = (index + 1) * parts / team_.num_threads();
+  const uint8_t* next = instruction.products ? next_weights(instruction, step, index) : nullptr;
+  for (int part; (part = claim(progress_[i], parts, index)) >= 0;) {
+    instruction.kernel(step, rows, {part, parts, first_call + i, part + 1 == own_end ? next : nullptr});
+    if (progress_[i].num_done.fetch_add(1) + 1 == parts) team_.wake();
   }
 }
 

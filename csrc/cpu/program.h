@@ -29,8 +29,16 @@
 
 namespace pyserve {
 
+enum class Kind { embed, rms_norm, linear, quantise, rope_kv_write, attention, gated_activation, take_rows };
+constexpr int num_kinds = 8;
+
 class Program {
  public:
+  struct Profile {  // of one run, summed over the members
+    double kernel_s[num_kinds] = {};  // in kernels of this kind
+    double wait_s[num_kinds] = {};    // for what they need
+  };
+
   Program(int64_t max_tokens, int64_t max_samples, int num_threads);
 
   int64_t buffer(int64_t width);
@@ -45,7 +53,7 @@ class Program {
   void set_logits(int64_t x);
 
   // Returns the logits [batch.num_samples, logits_width()], valid until the next run. Blocks; throws std::invalid_argument for a batch or pool that does not fit.
-  const float* run(const Batch& batch, const Pool& pool);
+  const float* run(const Batch& batch, const Pool& pool, Profile* profile = nullptr);
   // Picks a token for each row of logits [num_rows, vocab_size], row i with rows[i]; the team shares the rows. A call on its own, after a run.
   void sample(const float* logits, int64_t vocab_size, const std::vector<SampleRow>& rows, int32_t* tokens);
   int64_t logits_width() const { return registers_.at(static_cast<size_t>(logits_.value())).width; }
@@ -82,13 +90,16 @@ class Program {
   };
   using Kernel = std::function<void(const Step&, int64_t num_rows, Share)>;
   struct Instruction {
+    Kind kind;
     Kernel kernel;
+    std::shared_ptr<const std::vector<Product>> products;  // of a linear
     int64_t row_work;  // multiply-adds for each row where they are many, else 0
     bool is_on_samples;
     bool waits;  // for all before it
+    std::optional<size_t> next_linear;  // the instruction that reads weights after this one
   };
   struct alignas(64) Progress {  // of one instruction in one run
-    std::atomic<uint64_t> claimed;  // parts: a bit for each where every member has one, else their number
+    std::atomic<uint64_t> claimed;  // parts: a bit for each where they are few, else their number
     std::atomic<int> num_done;
   };
 
@@ -96,7 +107,7 @@ class Program {
   Register& readable(int64_t index, const char* name);
   Register& writable(int64_t index, const char* name, int64_t width, bool fills_q8);
   void check_open() const;
-  void add(Kernel kernel, const std::vector<int64_t>& read, const std::vector<int64_t>& written, int64_t row_work = 0);
+  void add(Kind kind, Kernel kernel, const std::vector<int64_t>& read, const std::vector<int64_t>& written, int64_t row_work = 0);
   void need_q8(int64_t x);
   void note_shape(const AttentionShape& shape);
   void check_batch(const Batch& batch, const Pool& pool) const;
@@ -105,9 +116,11 @@ class Program {
   int64_t pool_layer(int64_t layer) const { return -1 - layer; }  // a layer of the pool counts as a register
   void prepare_workspace(const Batch& batch, const Pool& pool);
   int num_parts(const Instruction& instruction, int64_t num_rows) const;
-  void execute(const Step& step, uint64_t first_call, int index);
+  void execute(const Step& step, uint64_t first_call, int index, Profile* profile);
+  void execute_one(const Step& step, uint64_t first_call, int index, size_t i);
   int64_t num_rows(const Step& step, const Instruction& instruction) const;
   int claim(Progress& progress, int parts, int index) const;  // a part, or -1
+  const uint8_t* next_weights(const Instruction& instruction, const Step& step, int index) const;
 
   const int64_t max_tokens_, max_samples_;
   bool is_on_samples_ = false;

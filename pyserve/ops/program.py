@@ -13,6 +13,17 @@ from pyserve.ops.weights import PackedWeight
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}  # as in ops.h
 
+_KINDS = (  # as in cpu/program.h
+    "embed",
+    "rms_norm",
+    "linear",
+    "quantise",
+    "rope_kv_write",
+    "attention",
+    "gated_activation",
+    "take_rows",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Register:
@@ -168,6 +179,15 @@ class Program:
             batch.tokens, batch.positions, batch.sequences, batch.page_table, batch.sample_rows, kv
         )
         return result
+
+    def profile(self, batch: StepBatch, kv: torch.Tensor) -> dict[str, tuple[float, float]]:
+        """Run one step and say what its time went to: for each kind of instruction, the seconds that all threads
+        together spent in its kernels, and those that they waited for what these need. On the CPU only.
+        """
+        seconds = self._handle.profile(
+            batch.tokens, batch.positions, batch.sequences, batch.page_table, batch.sample_rows, kv
+        )
+        return {kind: (kernel_s, wait_s) for kind, (kernel_s, wait_s) in zip(_KINDS, seconds.tolist(), strict=True)}
 
     def sample(self, logits: torch.Tensor, real: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         """The next token of each row, int32 [R], by the program's threads and without the GIL.

@@ -320,3 +320,19 @@ def test_mistakes_are_named_as_instructions_are_added() -> None:
     program.set_logits(h)
     with pytest.raises(ValueError, match="the program is complete"):
         program.buffer(8)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_profile_is_of_the_same_step(num_threads: int) -> None:
+    model = SmallModel(types=("Q4_1", "Q4_1", "Q8_0"))
+    batch = batch_of([(0, 0, TOKENS[:40])], table([[0, 1, 2]]))
+    kv, other_kv = model.pool(3, 16), model.pool(3, 16)
+    program = model.program(num_threads=num_threads)
+    program.run(batch, kv)
+    started = time.perf_counter()
+    profile = program.profile(batch, other_kv)
+    elapsed = time.perf_counter() - started
+    assert torch.equal(kv, other_kv)
+    used = {kind for kind, (kernel_s, _) in profile.items() if kernel_s > 0}
+    assert used == {"embed", "rms_norm", "linear", "rope_kv_write", "attention", "gated_activation", "take_rows"}
+    assert 0 < sum(map(sum, profile.values())) <= elapsed * num_threads
