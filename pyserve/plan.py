@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ class Row(NamedTuple):
     samples: bool
 
 
+_row = partial(tuple.__new__, Row)  # past the named tuple's slow constructor
+
+
 class Rows(Items[Row]):
     """The rows of a step, kept as columns: every step plans hundreds of them, and a `Row` is made when somebody reads
     it. `columns` is the quick way to read them all. Nobody but who makes them changes them.
@@ -82,8 +86,7 @@ class Rows(Items[Row]):
         return len(self.sequences)
 
     def __iter__(self) -> Iterator[Row]:
-        new = tuple.__new__  # past the named tuple's slow constructor
-        return (new(Row, each) for each in self.columns())
+        return map(_row, self.columns())
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
