@@ -267,7 +267,7 @@ __device__ void list(const Row& row, float reach, Rank* ranks, int* count) {
   __syncthreads();
 }
 
-__global__ void __launch_bounds__(kSampleThreads) draw_kernel(const float* logits, int64_t stride, int vocab_size, const float* real, const int64_t* whole,
+__global__ void __launch_bounds__(kSampleThreads, 1) draw_kernel(const float* logits, int64_t stride, int vocab_size, const float* real, const int64_t* whole,
                                                               int32_t* tokens) {
   PYSERVE_DYN_SHARED(Rank, shared);
   PYSERVE_SHARED(int, num_listed, );
