@@ -11,6 +11,11 @@ from pyserve.ops import CpuDevice, Device
 KV_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
+def page_bytes(num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, kv_type: str) -> int:
+    """Bytes of one page, all layers' K and V."""
+    return num_layers * 2 * num_kv_heads * page_size * head_dim * KV_TYPES[kv_type].itemsize
+
+
 class KvStore:
     """All pages of the pool: `tensor` [pages, layers, 2, kv_heads, page_size, head_dim], a page contiguous."""
 
@@ -32,7 +37,7 @@ class KvStore:
         self.device = device or CpuDevice()
         if dtype not in self.device.kv_types:
             raise SettingsError(f"--kv-type {kv_type} is not possible on {self.device.name}: use f16 or bf16")
-        self.page_bytes = num_layers * 2 * num_kv_heads * page_size * head_dim * dtype.itemsize
+        self.page_bytes = page_bytes(num_layers, num_kv_heads, page_size, head_dim, kv_type)
         self.kv_type = kv_type
         wanted = num_pages * self.page_bytes
         if self.device.name == "cpu" and wanted > available_bytes():

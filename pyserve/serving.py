@@ -16,11 +16,11 @@ from pyserve.disk_tier import DiskTier
 from pyserve.engine import Engine
 from pyserve.errors import SettingsError
 from pyserve.handle import EngineHandle
-from pyserve.kv_store import KvStore
+from pyserve.kv_store import KvStore, page_bytes
 from pyserve.ledger import Ledger
 from pyserve.models.load import Model, load
 from pyserve.models.spec import ModelSpec
-from pyserve.ops import open_device
+from pyserve.ops import PoolShape, open_device
 from pyserve.park import Parking
 from pyserve.plan import Limits
 from pyserve.runner import Runner
@@ -63,6 +63,7 @@ async def start_engine(settings: Settings, model_path: Path, on_progress: Callab
             num_threads=num_threads,
             on_progress=on_progress,
             device=device,
+            on_spec=lambda spec: device.expect(_pool_shape(spec, settings)),
         )
     except ValueError as error:
         reason = str(error).split("\n", 1)[0]  # torch adds a trace of its own calls
@@ -73,6 +74,12 @@ async def start_engine(settings: Settings, model_path: Path, on_progress: Callab
     gc.freeze()  # a vocabulary is 100,000 objects that stay; walking them again and again would stall the loop
     await engine.start()
     return ServedModel(engine, model.tokenizer, _chat_template(model), model.spec, model_path)
+
+
+def _pool_shape(spec: ModelSpec, settings: Settings) -> PoolShape:
+    size = settings.page_size
+    num_bytes = page_bytes(spec.num_layers, spec.num_kv_heads, size, spec.head_dim, settings.kv_type)
+    return PoolShape(math.ceil(settings.ctx_size / size), size, num_bytes, settings.parallel)
 
 
 def build_engine(model: Model, settings: Settings, num_threads: int) -> Engine:

@@ -20,7 +20,7 @@ KV_TYPES = ("f16", "bf16", "f32")
 VERIFY = ("off", "sample", "all")
 ON_OFF = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
 # Read by other parts of pyserve or by the build, so not a mistake of the user's when they are set.
-OTHER_VARIABLES = frozenset({"PYSERVE_CPU_ISA", "PYSERVE_BUILD_DIR", "PYSERVE_CUDA"})
+OTHER_VARIABLES = frozenset({"PYSERVE_CPU_ISA", "PYSERVE_BUILD_DIR", "PYSERVE_CUDA", "PYSERVE_CUDA_GRAPHS"})
 
 Value = str | int | float | bool | tuple[str, ...]
 

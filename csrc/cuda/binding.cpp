@@ -2,13 +2,17 @@
 //
 // The same binding serves nvcc's build and the emulated one of tests/cuda; there, memory of the device is the host's and the pool is a CPU tensor. torch gives
 // the GIL back around each of these calls.
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <torch/library.h>
 
+#include <limits>
+
 #include "../callable.h"
 #include "copies.h"
 #include "program.h"
+#include "steps.h"
 
 namespace pyserve::cuda {
 namespace {
@@ -77,6 +81,14 @@ Tensor allocate(const DevicePtr& self, const Shape& shape, bool is_bfloat16) {
   return at::from_blob(data, shape, [memory, context = self->context](void*) {}, at::TensorOptions().dtype(type).device(device), device);
 }
 
+// free and total bytes
+Shape device_memory(const DevicePtr& self) {
+  self->context->use();
+  int64_t free_bytes = 0, total_bytes = 0;
+  must(pyserve_cuda_memory_info(&free_bytes, &total_bytes), "asking for free memory");
+  return {free_bytes, total_bytes};
+}
+
 // The same memory, pinned for as long as the result lives. Throws std::runtime_error when it cannot be pinned.
 Tensor pinned(const DevicePtr& self, const Tensor& memory) {
   check_tensor(memory, "memory", at::kByte, 1);
@@ -103,11 +115,21 @@ Tensor pack(int64_t type, const Tensor& raw, int64_t rows, int64_t cols) {
 
 // --- programs
 
+struct Started {  // a step
+  Tensor picked;               // int32 [samples], once it is done
+  const int32_t* in_pinned = nullptr;  // where they land, if the device picks them
+  bool has_failed = false;
+};
+
 struct ProgramHolder : torch::CustomClassHolder {
   Program program;
   std::vector<Tensor> kept;  // until everything is on the device: what is uploaded once is known by its address
+  std::deque<std::shared_ptr<Started>> started;  // and not yet collected
+  std::shared_ptr<Started> latest;
+  Steps steps;  // after the program, so that they end first
 
-  ProgramHolder(const DevicePtr& device, int64_t max_tokens, int64_t max_samples) : program(device->context, max_tokens, max_samples) {}
+  ProgramHolder(const DevicePtr& device, int64_t max_tokens, int64_t max_samples)
+      : program(device->context, max_tokens, max_samples), steps(device->context) {}
 
   PackedWeight weight(const Tensor& data, int64_t type, int64_t rows, int64_t cols) {
     check_tensor(data, "packed", at::kByte, 1);
@@ -174,8 +196,18 @@ void add_gated_activation(const ProgramPtr& self, int64_t gate_up, int64_t out, 
 
 void add_take_rows(const ProgramPtr& self, int64_t x, int64_t out) { self->program.take_rows(x, out); }
 
-void set_logits(const ProgramPtr& self, int64_t x) {
-  self->program.set_logits(x);
+void set_logits(const ProgramPtr& self, int64_t x) { self->program.set_logits(x); }
+
+void expect(const ProgramPtr& self, int64_t num_sequences, int64_t context_len) { self->program.expect(num_sequences, context_len); }
+
+// bytes of weights, bytes to work in
+Shape needs(const ProgramPtr& self) {
+  const Program::Needs needs = self->program.needs();
+  return {needs.weight_bytes, needs.work_bytes};
+}
+
+void upload(const ProgramPtr& self) {
+  self->program.upload();
   self->kept.clear();
 }
 
@@ -204,6 +236,111 @@ Tensor run_greedy(const ProgramPtr& self, const Tensor& tokens, const Tensor& po
   Tensor out = at::empty({sample_rows.size(0)}, at::kInt);
   std::copy_n(picked, sample_rows.size(0), out.data_ptr<int32_t>());
   return out;
+}
+
+// --- steps that are started
+
+struct Picking {  // how tokens are picked where the most probable ones will not do
+  Tensor real, whole, bans;  // float32 [R, 3]: temperature, top_p, min_p; int64 [R, 3]: top_k, seed, position; int64 [n, 2]: sample row, token id
+
+  bool is_greedy() const {
+    const float* rows = real.const_data_ptr<float>();
+    for (int64_t i = 0; i < real.size(0); ++i)
+      if (rows[3 * i] > 0) return false;
+    return bans.size(0) == 0;
+  }
+};
+
+void check_picking(const Picking& picking, int64_t num_rows, int64_t width) {
+  floats(picking.real, "real", 2);
+  check_tensor(picking.whole, "whole", at::kLong, 2);
+  check(picking.real.size(0) == num_rows && picking.real.size(1) == 3, "real must be [", num_rows, ", 3]");
+  check(picking.whole.size(0) == num_rows && picking.whole.size(1) == 3, "whole must be [", num_rows, ", 3]");
+  check_tensor(picking.bans, "bans", at::kLong, 2);
+  check(picking.bans.size(1) == 2, "bans must be [n, 2]");
+  const int64_t* banned = picking.bans.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < picking.bans.size(0); ++i) {
+    check(banned[2 * i] >= 0 && banned[2 * i] < num_rows, "bans: row ", banned[2 * i], " is not in the step");
+    check(banned[2 * i + 1] >= 0 && banned[2 * i + 1] < width, "bans: id ", banned[2 * i + 1], " is not in the vocabulary");
+  }
+}
+
+// On the host, row by row, with the CPU's kernel. `logits` [R, width], changed in place.
+void pick_on_host(float* logits, int64_t width, const Picking& picking, int32_t* picked) {
+  static const auto sample_row = c10::Dispatcher::singleton()
+                                     .findSchemaOrThrow("pyserve::sample_row", "")
+                                     .typed<int64_t(const Tensor&, double, int64_t, double, double, int64_t, int64_t)>();
+  const int64_t* banned = picking.bans.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < picking.bans.size(0); ++i) logits[banned[2 * i] * width + banned[2 * i + 1]] = -std::numeric_limits<float>::infinity();
+  const float* real = picking.real.const_data_ptr<float>();
+  const int64_t* whole = picking.whole.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < picking.real.size(0); ++i, real += 3, whole += 3)
+    picked[i] = static_cast<int32_t>(sample_row.call(at::from_blob(logits + i * width, {width}, at::kFloat), real[0], whole[0], real[1], real[2], whole[1], whole[2]));
+}
+
+// The tokens of a step behind another: what that one picked, or, where the host does not know it, its places as -1 - i.
+Tensor tokens_after(const Started& before, const Tensor& sources) {
+  check(!before.has_failed, "the step before it failed");
+  Tensor tokens = at::empty({sources.size(0)}, at::kInt);
+  const int32_t* from = sources.const_data_ptr<int32_t>();
+  for (int64_t i = 0; i < sources.size(0); ++i)
+    tokens.data_ptr<int32_t>()[i] = before.in_pinned != nullptr ? -1 - from[i] : before.picked.const_data_ptr<int32_t>()[from[i]];
+  return tokens;
+}
+
+// As Program.start in pyserve/ops/program.py.
+void start_program(const ProgramPtr& self, const Tensor& tokens, const Tensor& positions, const Tensor& sequences, const Tensor& page_table,
+                   const Tensor& sample_rows, const Tensor& kv, const Tensor& real, const Tensor& whole, const Tensor& bans, const MaybeTensor& sources) {
+  const int64_t num_samples = sample_rows.size(0), width = self->program.logits_width();
+  const Picking picking{real, whole, bans};
+  check_picking(picking, num_samples, width);
+  const std::shared_ptr<Started> before = self->latest;
+  if (sources.has_value()) {
+    check(before != nullptr, "sources: no step was started before");
+    check_range(ints(*sources, "sources", 1), sources->size(0), before->picked.size(0), "sources");
+    check(sources->size(0) == positions.size(0), "sources must have ", positions.size(0), " values, as positions has, not ", sources->size(0));
+  }
+  auto step = std::make_shared<Started>(Started{at::empty({num_samples}, at::kInt)});
+  auto logits = std::make_shared<const float*>(nullptr);
+  Program* program = &self->program;
+  const bool is_greedy = picking.is_greedy();
+  const auto post = [=] {
+    step->has_failed = true;  // unless it gets to the end
+    const Tensor ids = sources.has_value() ? tokens_after(*before, *sources) : tokens;
+    const bool follows = sources.has_value() && before->in_pinned != nullptr;
+    const Batch batch = batch_of(ids, positions, sequences, page_table, sample_rows);
+    if (is_greedy) {
+      step->in_pinned = program->post_greedy(batch, pool_of(kv), follows);
+    } else {
+      *logits = program->post(batch, pool_of(kv), follows);
+    }
+    step->has_failed = false;
+  };
+  const auto finish = [=] {
+    step->has_failed = true;
+    pick_on_host(const_cast<float*>(*logits), width, picking, step->picked.data_ptr<int32_t>());
+    step->has_failed = false;
+  };
+  self->steps.start({post, is_greedy ? std::function<void()>() : finish});
+  self->started.push_back(step);
+  self->latest = step;
+}
+
+Tensor collect_program(const ProgramPtr& self) {
+  std::shared_ptr<Started> step;
+  if (!self->started.empty()) {
+    step = self->started.front();
+    self->started.pop_front();
+  }
+  self->steps.collect();
+  if (step->in_pinned != nullptr) std::copy_n(step->in_pinned, step->picked.size(0), step->picked.data_ptr<int32_t>());
+  return step->picked;
+}
+
+// graphs made, attempts that failed; and why the latest did
+std::tuple<int64_t, int64_t, std::string> graph_counts(const ProgramPtr& self) {
+  const Graphs::Counts counts = self->program.graph_counts();
+  return {counts.num_recorded, counts.num_failed, self->program.graph_error()};
 }
 
 // --- copies
@@ -256,6 +393,7 @@ TORCH_LIBRARY(pyserve_cuda, m) {
   m.class_<DeviceHolder>("Device")
       .def(torch::init([](int64_t index) { return Callable<&open_device>::call(index); }))
       .def("allocate", &Callable<&allocate>::call)
+      .def("memory", &Callable<&device_memory>::call)
       .def("pinned", &Callable<&pinned>::call);
   m.class_<ProgramHolder>("Program")
       .def(torch::init<const DevicePtr&, int64_t, int64_t>())
@@ -268,6 +406,14 @@ TORCH_LIBRARY(pyserve_cuda, m) {
       .def("gated_activation", &Callable<&add_gated_activation>::call)
       .def("take_rows", &Callable<&add_take_rows>::call)
       .def("set_logits", &Callable<&set_logits>::call)
+      .def("expect", &Callable<&expect>::call)
+      .def("needs", &Callable<&needs>::call)
+      .def("upload", &Callable<&upload>::call)
+      .def("start", &Callable<&start_program>::call)
+      .def("fileno", [](const ProgramPtr& self) { return int64_t{self->steps.fileno()}; })
+      .def("collect", &Callable<&collect_program>::call)
+      .def("use_graphs", [](const ProgramPtr& self, bool are_used) { self->program.use_graphs(are_used); })
+      .def("graph_counts", &Callable<&graph_counts>::call)
       .def("run", &Callable<&run_program>::call)
       .def("run_greedy", &Callable<&run_greedy>::call);
   m.class_<EventHolder>("CopyEvent")

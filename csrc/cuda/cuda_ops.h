@@ -59,6 +59,14 @@ int pyserve_cuda_event_destroy(void* event);
 int pyserve_cuda_event_record(void* event, void* stream);
 int pyserve_cuda_event_query(void* event);  // 0 done, kNotReady not yet. Never waits; touches no last error at all (R14)
 int pyserve_cuda_event_wait(void* event);   // the host waits
+// In stream order `function` is called with `data`, by a thread of CUDA's, in which nothing of CUDA may be called. Never when the device has failed.
+int pyserve_cuda_host_call(void* stream, void (*function)(void*), void* data);
+
+// --- graph.cu
+int pyserve_cuda_capture_begin(void* stream);              // what this thread posts to it from now on is recorded, and not run
+int pyserve_cuda_capture_end(void* stream, void** graph);  // ready to be launched any number of times; null with an error: the recording is spoilt
+int pyserve_cuda_graph_launch(void* graph, void* stream);
+int pyserve_cuda_graph_destroy(void* graph);
 
 // --- pinned.cu
 int pyserve_cuda_pin(void* memory, int64_t num_bytes);  // slow: tenths of a second a gigabyte, so not on the event loop

@@ -64,6 +64,11 @@ int pyserve_cuda_event_wait(void* event) {
   OwnErrors own;
   return cudaEventSynchronize(as_event(event));
 }
+
+int pyserve_cuda_host_call(void* stream, void (*function)(void*), void* data) {
+  OwnErrors own;
+  return cudaLaunchHostFunc(as_stream(stream), function, data);
+}
 }
 
 }  // namespace pyserve::cuda

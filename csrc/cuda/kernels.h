@@ -1,5 +1,7 @@
 // Every CUDA launcher's signature, once; the types are those of csrc/ops.h with device pointers in them. No torch, no CUDA header: the binding includes this.
 //
+// A row of position -1 is padding: no KV is written for it, and what attention gives for it is nobody's.
+//
 // A launcher checks what it cannot do (kInvalid), queues its kernels on the stream and returns 0 or the CUDA error of the launch. It neither waits nor allocates.
 // Strides are in elements. Rows of activations are f32; q and the output of attention may be f16 or bf16 too.
 #pragma once
@@ -93,6 +95,9 @@ int pyserve_cuda_change_logits(float* logits, int64_t stride, const LogitChange*
 // --- draw.cu: as csrc/cpu/sample.cpp; real f32 [num_rows, 3]: temperature, top_p, min_p; whole int64 [num_rows, 3]: top_k, seed, position
 int pyserve_cuda_draw(const float* logits, int64_t stride, int64_t vocab_size, const float* real, const int64_t* whole, int64_t num_rows, int32_t* tokens,
                       void* stream);
+
+// --- follow.cu: tokens[i] < 0 becomes picked[-1 - tokens[i]]
+int pyserve_cuda_follow(int32_t* tokens, int64_t num_rows, const int32_t* picked, void* stream);
 
 }  // extern "C"
 

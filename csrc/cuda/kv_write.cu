@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(32 * kWarps) rope_kv_write_kernel(Arguments a)
   const int lane = threadIdx.x & 31, head_dim = static_cast<int>(a.pool.head_dim), num_kv_heads = static_cast<int>(a.pool.num_kv_heads);
   const int heads_a_row = a.num_heads + 2 * num_kv_heads;
   const int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32, row = item / heads_a_row;
-  if (row >= a.rows.num_rows) return;
+  if (row >= a.rows.num_rows || a.rows.positions[row] < 0) return;  // a row of position -1 is padding
   const int head = static_cast<int>(item % heads_a_row), half = static_cast<int>(a.rope.rotary_dim / 2);
   const bool is_query = head < a.num_heads, is_value = head >= a.num_heads + num_kv_heads;
   float* x = heads[threadIdx.x / 32];

@@ -1,12 +1,17 @@
 // A model's step on the device: the instructions of csrc/cpu/program.h, launched one behind the other on the compute stream.
 //
-// The list is made once, at load: shapes, widths and types are checked then, weights go to the device, registers are allocated by `set_logits`. A run checks its
-// batch on the host, uploads it in one copy out of pinned memory, launches everything, and reads logits, or the most probable tokens, back into pinned memory.
+// The list is made once, at load: shapes, widths and types are checked then. Nothing is on the device before `upload`, so that `needs` can be compared with what is
+// free. A step is checked on the host, uploaded in one copy out of pinned memory (inputs.h) and launched; logits, or the most probable tokens, are read back into
+// pinned memory.
+//
+// A decode step is padded to a size and launched as one graph where there is one of that size (graphs.h), else instruction by instruction. Both give the same bits:
+// no row of a product or of attention sees another (R37), and padding has position -1, for which no KV is written.
 //
 // Attention: rows that stand alone in their sequence go to the decode kernel, chunks of more rows to the prefill kernel. Both give a row the same bits, so this
 // split is a matter of speed alone (R37). The decode kernel's plan is made by the first layer and used by the following ones with the same window.
 //
-// Memory grows before anything is launched, never while kernels that use it are under way. One run at a time; not copyable.
+// Memory grows before anything is launched, and never while kernels that use it are under way: the host waits for them, which happens as long as steps get larger
+// than `expect` said. One run at a time; not copyable.
 // Not handled: KV in f32, heads of other sizes than 64, 80, 96, 128 and 256.
 #pragma once
 #include <cstdint>
@@ -20,6 +25,8 @@
 
 #include "../step.h"
 #include "device.h"
+#include "graphs.h"
+#include "inputs.h"
 
 namespace pyserve::cuda {
 
@@ -27,7 +34,7 @@ class Program {
  public:
   Program(std::shared_ptr<DeviceContext> device, int64_t max_tokens, int64_t max_samples);
 
-  // As in csrc/cpu/program.h, but pointers are to host memory that may go away when set_logits has returned. Weights are packed for the device (`packed_size`).
+  // As in csrc/cpu/program.h, but pointers are to host memory that may go away when `upload` has returned. Weights are packed for the device (`packed_size`).
   int64_t buffer(int64_t width);
   void embed(const PackedWeight& table, int64_t out, float scale);
   void rms_norm(int64_t x, const float* weight, int64_t weight_len, float eps, int64_t out);
@@ -38,11 +45,28 @@ class Program {
   void take_rows(int64_t x, int64_t out);
   void set_logits(int64_t x);
 
+  // Between set_logits and the first run. `expect`: memory for steps of so many sequences of up to so many tokens is taken at once.
+  struct Needs {
+    int64_t weight_bytes, work_bytes;
+  };
+  void expect(int64_t num_sequences, int64_t context_len);
+  Needs needs() const;
+  void upload();
+
   // The pool's memory is the device's. Both wait for the result, which is pinned host memory, valid until the next run: logits [num_samples, logits_width()], or
   // the most probable token of each sample, ties to the lower id. Throw std::invalid_argument for what does not fit, std::runtime_error when the device fails.
   const float* run(const Batch& batch, const Pool& pool);
   const int32_t* run_greedy(const Batch& batch, const Pool& pool);
   int64_t logits_width() const { return registers_.at(static_cast<size_t>(logits_.value())).width; }
+
+  // The same without waiting: the result is there when what is on the compute stream by then has run. Two steps may be under way. With `follows`, a token -1 - i is
+  // the one that the step posted before picks for its sample i.
+  const float* post(const Batch& batch, const Pool& pool, bool follows);
+  const int32_t* post_greedy(const Batch& batch, const Pool& pool, bool follows);
+
+  void use_graphs(bool are_used);
+  Graphs::Counts graph_counts() { return graphs_.counts(); }
+  std::string graph_error() { return graphs_.error(); }
 
  private:
   enum class Rows { none, tokens, samples };  // what a register holds
@@ -57,7 +81,8 @@ class Program {
     int64_t first, count;
   };
   struct Step {               // what the launches of one run see
-    const int32_t* tokens;    // on the device, as all that follows
+    void* stream;
+    int32_t* tokens;          // on the device, as all that follows
     StepRows rows;
     const int32_t* sample_rows;
     int64_t num_samples;
@@ -80,16 +105,39 @@ class Program {
   void add(Launch launch) { instructions_.push_back({std::move(launch), is_on_samples_}); }
   void need_q8(int64_t x);
   void note_shape(const AttentionShape& shape);
-  void check(const Batch& batch, const Pool& pool) const;
-  const void* on_device(const void* host, int64_t num_bytes);
-  PackedWeight on_device(const PackedWeight& weight);
-  const float* on_device(const float* values, int64_t count) { return static_cast<const float*>(on_device(static_cast<const void*>(values), count * 4)); }
+  void check(const Batch& batch, const Pool& pool, bool follows) const;
 
-  Step upload(const Batch& batch, const Pool& pool);
+  struct Constant {  // a weight
+    const void* host;
+    int64_t num_bytes;
+    const void* data = nullptr;  // on the device, once it is there
+    template <class T>
+    const T* as() const { return static_cast<const T*>(data); }
+  };
+  const Constant* constant(const void* host, int64_t num_bytes);  // null for null
+  struct Weight {
+    PackedWeight shape;
+    const Constant* constant;
+    PackedWeight view() const { return {shape.type, shape.rows, shape.cols, constant->as<uint8_t>()}; }
+  };
+  Weight constant(const PackedWeight& weight);
+
+  int64_t register_rows(const Register& target) const { return target.holds_tokens ? max_tokens_ : max_samples_; }
+  int64_t decode_scratch_bytes(int64_t num_rows, int64_t context_len) const;
+  int64_t prefill_scratch_bytes(int64_t num_tiles) const;
+  int64_t max_tiles() const;
+  void grow(Memory& memory, int64_t num_bytes);
+  Step place(const Batch& batch, const Pool& pool);
+  Step place_decode(const Batch& batch, const Pool& pool, const Size& size);
+  void send(const Layout& layout, Step& step);
+  int32_t* staging(const Layout& layout);
   void cut_attention(const Batch& batch, Step& step, std::vector<int32_t>& tiles) const;
   void prepare_scratch(const Step& step);
   void attend(Step& step, const Register& from, const Register& to, const AttentionSpec& spec);
-  void launch(const Batch& batch, const Pool& pool);
+  void execute(Step step, bool is_picking);
+  void launch(const Batch& batch, const Pool& pool, bool is_picking, bool follows);
+  const float* launch_and_read(const Batch& batch, const Pool& pool, bool follows);
+  const int32_t* launch_and_pick(const Batch& batch, const Pool& pool, bool follows);
   std::unique_lock<std::mutex> lock_running();
 
   const std::shared_ptr<DeviceContext> device_;
@@ -97,15 +145,22 @@ class Program {
   bool is_on_samples_ = false;
   std::deque<Register> registers_;  // launches keep pointers to them
   std::vector<Instruction> instructions_;
-  std::deque<Memory> constants_;
-  std::map<const void*, const void*> uploaded_;  // host -> device, until set_logits
+  std::deque<Constant> constants_;  // launches keep pointers to them
+  std::map<const void*, const Constant*> by_host_;  // until `upload`
+  bool is_uploaded_ = false;
   std::optional<int64_t> logits_;
   int64_t vocab_size_ = INT32_MAX, max_positions_ = INT32_MAX, num_layers_ = 0, tile_queries_ = 0;
   std::optional<AttentionShape> shape_;
   std::vector<int64_t> windows_;
-  Memory inputs_, decode_scratch_, prefill_scratch_, tokens_;
-  Memory staging_{Place::host}, logits_on_host_{Place::host}, tokens_on_host_{Place::host};
+  int64_t expected_sequences_ = 0, expected_len_ = 0, num_launched_ = 0;
+  Memory weights_, inputs_, decode_scratch_, prefill_scratch_, picked_;
+  Memory staging_[2]{Memory(Place::host), Memory(Place::host)};  // of the steps under way, in turn
+  Memory picked_on_host_[2]{Memory(Place::host), Memory(Place::host)};
+  Memory logits_on_host_{Place::host};
+  bool are_graphs_used_ = true;
+  const uint8_t* pool_ = nullptr;  // of the latest step
   std::mutex running_;
+  Graphs graphs_;  // ends first: it records launches of this program
 };
 
 // Bytes of a weight as `Program` wants it: floats as in the file, q8_0, q4_0 and q4_1 packed by pyserve_cuda_pack; -1 for what the device does not have.

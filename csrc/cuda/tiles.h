@@ -34,6 +34,7 @@ struct UnitRange {  // of one row: the units that hold a key it sees
 PYSERVE_BOTH int first_visible(int position, int window) { return window > 0 && position >= window ? position - window + 1 : 0; }
 
 PYSERVE_BOTH UnitRange units_of(int position, int window) {
+  if (position < 0) return {0, 0};  // a row that is padding
   const int first = first_visible(position, window) / kUnitLen;
   return {first, position / kUnitLen - first + 1};
 }

@@ -46,12 +46,15 @@ def load(
     num_threads: int,
     on_progress: Progress = lambda stage, fraction: None,
     device: Device | None = None,
+    on_spec: Callable[[ModelSpec], None] = lambda spec: None,
 ) -> Model:
     """Read, check and pack a model for steps of up to `max_tokens` rows, `max_samples` of which sample, at positions
-    below `max_positions`, on `device` or the CPU. `on_progress` is called from this thread. Raises ModelFileError as
-    `inspect` does, and ValueError for a shape that the device has no kernel for."""
+    below `max_positions`, on `device` or the CPU. `on_progress` is called from this thread, and `on_spec` once it is
+    known what the model is. Raises ModelFileError as `inspect` does, ValueError for a shape that the device has no
+    kernel for, and SettingsError when it has not the memory."""
     on_progress("reading", 0.0)
     source, spec = open_model(Path(path))
+    on_spec(spec)
     tokenizer = _tokenizer(source)
     chat_template = _chat_template(source)
     on_progress("reading", 1.0)

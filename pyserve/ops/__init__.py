@@ -11,7 +11,7 @@ from pyserve.ops import build, fakes
 build.load()
 fakes.register()
 
-from pyserve.ops.device import CpuDevice, Device, open_device  # noqa: E402  what follows needs the extension
+from pyserve.ops.device import CpuDevice, Device, PoolShape, open_device  # noqa: E402  what follows needs the extension
 from pyserve.ops.kv import allocate_pool, page_bytes  # noqa: E402
 from pyserve.ops.program import AttentionShape, Program, Register, RopeTable, StepBatch  # noqa: E402
 from pyserve.ops.stream import CopyEvent, CopyFailed, CopyStream, Fence, PageMismatch, comb_table, copy_pages  # noqa: E402
@@ -27,6 +27,7 @@ __all__ = [
     "Fence",
     "PackedWeight",
     "PageMismatch",
+    "PoolShape",
     "Program",
     "Register",
     "RopeTable",

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from pyserve.ops import weights
-from pyserve.ops.program import Program, StepBatch
+from pyserve.ops.program import Program, Register, StepBatch
 from pyserve.ops.stream import CopyEvent, CopyStream, Fence, PageList, combs_of
 from pyserve.ops.weights import PackedWeight
 
@@ -35,17 +34,33 @@ def pack(type_name: str, raw: torch.Tensor | np.ndarray, rows: int, cols: int) -
 
 
 class CudaProgram(Program):
-    """A program whose instructions run on the device. `run` reads logits back; `run_greedy` only token ids."""
+    """A program whose instructions run on the device. `run` reads logits back; `run_greedy` only token ids.
 
-    can_follow = False
+    `room` is asked before anything is put on the device: with the bytes of the weights and those to work in. It may
+    raise. `expected`: sequences in a step and tokens in a sequence, at most; what they need is taken at once.
+    """
 
-    def __init__(self, device: Any, *, max_tokens: int, max_samples: int) -> None:
+    def __init__(
+        self,
+        device: Any,
+        *,
+        max_tokens: int,
+        max_samples: int,
+        expected: tuple[int, int] | None = None,
+        room: Callable[[int, int], None] = lambda weight_bytes, work_bytes: None,
+        are_graphs_used: bool = True,
+    ) -> None:
         self._use(torch.classes.pyserve_cuda.Program(device, max_tokens, max_samples), max_tokens, max_samples)
         self._run_greedy: Any = self._handle.run_greedy
-        self._thread = ThreadPoolExecutor(1, "pyserve-cuda-step")
-        self._started: Future[torch.Tensor] | None = None
-        self._done = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._done)
+        self._room = room
+        self._handle.use_graphs(are_graphs_used)
+        if expected is not None:
+            self._handle.expect(*expected)
+
+    def set_logits(self, register: Register) -> None:
+        super().set_logits(register)
+        self._room(*self._handle.needs())
+        self._handle.upload()
 
     def run_greedy(self, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor:
         """One step: the most probable token of each sample row, int32 [R], ties to the lower id."""
@@ -63,43 +78,14 @@ class CudaProgram(Program):
         ]
         return torch.tensor(picked, dtype=torch.int32)
 
-    def start(
-        self,
-        batch: StepBatch,
-        kv: torch.Tensor,
-        real: torch.Tensor,
-        whole: torch.Tensor,
-        bans: torch.Tensor,
-        sources: torch.Tensor | None = None,
-    ) -> None:
-        if sources is not None or self._started is not None:
-            raise ValueError("the program is running: one step at a time")
-        self._started = self._thread.submit(self._step, batch, kv, real, whole, bans)
+    def use_graphs(self, are_used: bool) -> None:
+        """Whether decode steps may be launched as CUDA graphs."""
+        self._handle.use_graphs(are_used)
 
-    def fileno(self) -> int:
-        return self._done
-
-    def num_done(self) -> int:
-        return os.eventfd_read(self._done)
-
-    def collect(self) -> torch.Tensor:
-        if self._started is None:
-            raise ValueError("no step was started")
-        started, self._started = self._started, None
-        return started.result()
-
-    def _step(
-        self, batch: StepBatch, kv: torch.Tensor, real: torch.Tensor, whole: torch.Tensor, bans: torch.Tensor
-    ) -> torch.Tensor:
-        """A whole step, by the thread that `start` gave it to. Greedy rows need no logits on the host."""
-        try:
-            if not len(bans) and bool((real[:, 0] <= 0).all()):
-                return self.run_greedy(batch, kv)
-            logits = self.run(batch, kv)
-            logits[bans[:, 0], bans[:, 1]] = float("-inf")
-            return self.sample(logits, real, whole)
-        finally:
-            os.eventfd_write(self._done, 1)
+    def graph_counts(self) -> tuple[int, int, str]:
+        """Graphs made so far, attempts that failed, and why the latest of these did."""
+        num_made, num_failed, error = self._handle.graph_counts()
+        return num_made, num_failed, error
 
 
 class CudaCopyStream(CopyStream):

@@ -11,6 +11,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +26,8 @@ from pyserve.ops.weights import PackedWeight, pack
 
 log = logging.getLogger("pyserve.device")
 
+SPARE_BYTES = 256 << 20  # of a GPU's memory, for what the driver takes while steps run
+
 Pack = Callable[[str, "torch.Tensor | np.ndarray", int, int], PackedWeight]
 
 
@@ -36,7 +39,11 @@ class Device(Protocol):
     kv_types: tuple[torch.dtype, ...]
     pack: Pack  # weights into the layout that the device's products read
 
-    def program(self, *, max_tokens: int, max_samples: int, num_threads: int) -> Program: ...
+    def expect(self, pool: PoolShape) -> None:
+        """The pool that will be allocated beside the programs that are made from now on."""
+
+    def program(self, *, max_tokens: int, max_samples: int, num_threads: int) -> Program:
+        """Its `set_logits` raises SettingsError when weights, pool and work space do not fit, before it takes any."""
 
     def allocate_pool(
         self, num_pages: int, num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype
@@ -49,6 +56,20 @@ class Device(Protocol):
         """The memory as copies beside the steps need it. Raises RuntimeError when it cannot be had."""
 
 
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """How large a pool is to be, and how many sequences at most are in one step."""
+
+    num_pages: int
+    page_size: int  # tokens
+    page_bytes: int
+    num_slots: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+
 class CpuDevice:
     """The machine's own processors."""
 
@@ -56,6 +77,9 @@ class CpuDevice:
     pins_memory = False
     kv_types: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
     pack: Pack = staticmethod(pack)
+
+    def expect(self, pool: PoolShape) -> None:
+        """Nothing: the pool's size is compared with the machine's memory when it is allocated."""
 
     def program(self, *, max_tokens: int, max_samples: int, num_threads: int) -> Program:
         return Program(max_tokens=max_tokens, max_samples=max_samples, num_threads=num_threads)
@@ -86,9 +110,37 @@ class CudaDevice:
         except (RuntimeError, ValueError) as error:
             raise SettingsError(f"--device {name}: {cuda.first_line(error)}") from None
         self._memory = cuda.CudaMemory(self._handle)
+        self._expected: PoolShape | None = None
+
+    def expect(self, pool: PoolShape) -> None:
+        self._expected = pool
 
     def program(self, *, max_tokens: int, max_samples: int, num_threads: int) -> Program:
-        return cuda.CudaProgram(self._handle, max_tokens=max_tokens, max_samples=max_samples)
+        pool = self._expected
+        return cuda.CudaProgram(
+            self._handle,
+            max_tokens=max_tokens,
+            max_samples=max_samples,
+            expected=None if pool is None else (pool.num_slots, pool.num_tokens),
+            room=self._check_room,
+            are_graphs_used=os.environ.get("PYSERVE_CUDA_GRAPHS", "1") != "0",
+        )
+
+    def _check_room(self, weight_bytes: int, work_bytes: int) -> None:
+        """Raises SettingsError, one line with the numbers and what would fit."""
+        free_bytes, total_bytes = self._handle.memory()
+        pool = self._expected or PoolShape(0, 1, 1, 0)
+        left_bytes = free_bytes - SPARE_BYTES - weight_bytes - work_bytes
+        if pool.num_pages * pool.page_bytes <= left_bytes:
+            return
+        num_tokens = max(0, left_bytes // pool.page_bytes) * pool.page_size
+        advice = f"--ctx-size {num_tokens} would fit" if num_tokens else "no --ctx-size fits: take a smaller model"
+        raise SettingsError(
+            f"--ctx-size {pool.num_tokens}: {_mib(pool.num_pages * pool.page_bytes)} for the KV pool, "
+            f"{_mib(weight_bytes)} of weights and {_mib(work_bytes)} to work in are more than {self.name} has: "
+            f"{_mib(free_bytes)} of {_mib(total_bytes)} are free, {_mib(SPARE_BYTES)} of them are kept for the driver; "
+            f"{advice}"
+        )
 
     def allocate_pool(
         self, num_pages: int, num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype
@@ -100,6 +152,10 @@ class CudaDevice:
 
     def pinned(self, memory: torch.Tensor) -> torch.Tensor:
         return self._memory.pinned(memory)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{-(-num_bytes >> 20)} MiB"
 
 
 def open_device(name: str) -> Device:

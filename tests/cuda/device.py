@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pyserve.page_runs import combs, runs
 from tests.cuda.build import ROOT, Library
 
-SOURCES = ("page_copy.cu", "calibrate.cu", "event.cu", "pinned.cu", ROOT / "csrc" / "cpu" / "page_copy.cpp")
+SOURCES = ("page_copy.cu", "calibrate.cu", "event.cu", "graph.cu", "pinned.cu", ROOT / "csrc" / "cpu" / "page_copy.cpp")
 NOT_READY = 600
 AUTOMATIC, CALLS, BATCHED, KERNEL = range(4)
 Bytes = NDArray[np.uint8]

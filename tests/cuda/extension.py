@@ -6,6 +6,7 @@ the device is the host's, so its tensors are CPU tensors.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -22,10 +23,10 @@ def build_extension() -> Path:
     csrc = CSRC.parent
     folders = cpp_extension.include_paths()
     torch_flags = [*HOST_ONLY, *(part for folder in folders for part in ("-isystem", folder))]
-    objects = [_object(path, HOST_FLAGS) for path in [*flags.cuda_kernels(csrc), *sorted(EMULATOR.glob("*.cpp"))]]
-    objects += [
-        _object(path, torch_flags if path.name == "binding.cpp" else HOST_ONLY) for path in flags.cuda_hosts(csrc)
-    ]
+    sources = [(path, HOST_FLAGS) for path in [*flags.cuda_kernels(csrc), *sorted(EMULATOR.glob("*.cpp"))]]
+    sources += [(path, torch_flags if path.name == "binding.cpp" else HOST_ONLY) for path in flags.cuda_hosts(csrc)]
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(lambda source: _object(*source), sources))
     libraries = [f"-L{folder}" for folder in cpp_extension.library_paths()] + ["-lc10", "-ltorch_cpu", "-ltorch"]
     command = [CXX, "-shared", "-pthread", "-Wl,-Bsymbolic", *map(str, objects), *libraries, "-ldl"]
     version = torch.__version__.split("+")[0].replace(".", "_")

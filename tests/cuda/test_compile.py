@@ -13,7 +13,7 @@ from tests.cuda.build import ARCHITECTURES, CSRC, Cubin, build_cubin, nvcc, pars
 from tests.cuda.sass import count, disassembler, instructions
 
 SOURCES = sorted(path.name for path in CSRC.glob("*.cu"))
-HOST_ONLY = {"calibrate.cu", "event.cu", "memory.cu", "pack.cu", "pinned.cu"}
+HOST_ONLY = {"calibrate.cu", "event.cu", "graph.cu", "memory.cu", "pack.cu", "pinned.cu"}
 needs_nvcc = pytest.mark.skipif(nvcc() is None, reason="nvcc is not installed")
 needs_nvdisasm = pytest.mark.skipif(
     nvcc() is None or disassembler() is None, reason="nvcc or nvdisasm (pip install nvidia-cuda-nvdisasm) is missing"

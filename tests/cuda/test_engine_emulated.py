@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
-import os
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,20 +21,18 @@ from pyserve.errors import SettingsError
 from pyserve.kv_store import KvStore
 from pyserve.models.load import Model, load
 from pyserve.ops import Device, PageMismatch, StepBatch
+from pyserve.ops.cuda import CudaProgram
 from pyserve.ops.weights import TYPE_NAMES
 from pyserve.park import Parking
 from pyserve.serving import start_engine
 from pyserve.settings import Settings
 from pyserve.types import SamplingParams, SequenceRequest
-from tests.cuda.build import IN_ORDER, cuda_home
-from tests.cuda.extension import build_extension
+from tests.cuda.conftest import DEVICE, IS_EMULATED
 from tests.engine.parked import round_trip, sequence_of
 from tests.engine.workload import Outcome, assert_clean, request, run
 from tests.ops.weight_cases import random_matrix
 from tools.make_tiny_model import make_gguf
 
-DEVICE = os.environ.get("PYSERVE_DEVICE", "cuda-emulated")  # tools/gpu_check runs this file on a GPU
-IS_EMULATED = DEVICE == "cuda-emulated"
 SIZES = {"hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 64, "intermediate": 64}
 LIMITS = {"max_tokens": 64, "max_samples": 64, "max_positions": 256, "num_threads": 1}
 FULL_POOL = {"ctx_size": 128, "parallel": 4, "kv_type": "f16", "verify_parks": "all"}  # 8 pages for chats of 3 to 5
@@ -48,15 +44,8 @@ SAMPLINGS = (
 )
 
 
-@pytest.fixture(scope="module")
-def device() -> Device:
-    try:
-        cuda_home()
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    opened = ops.open_device(DEVICE)
-    if IS_EMULATED:
-        ctypes.CDLL(str(build_extension())).emulator_configure(IN_ORDER, ctypes.c_uint64(1), 1)  # the quickest
+@pytest.fixture
+def device(opened: Device) -> Device:
     return opened
 
 
@@ -66,19 +55,8 @@ def tiny(folder: Path, type_name: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return load(tiny(tmp_path_factory.mktemp("model"), "Q8_0"), device=device, **LIMITS)
-
-
-@pytest.fixture
-def emulator(device: Device) -> Iterator[ctypes.CDLL]:
-    """The emulator's knobs, at rest again afterwards."""
-    if not IS_EMULATED:
-        pytest.skip("the emulator's knobs")
-    knobs = ctypes.CDLL(str(build_extension()))
-    yield knobs
-    knobs.emulator_refuse_pins(0)
-    knobs.emulator_slow_copies(0)
+def model(opened: Device, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load(tiny(tmp_path_factory.mktemp("model"), "Q8_0"), device=opened, **LIMITS)
 
 
 # --- one step
@@ -155,11 +133,14 @@ def alone(model: Model) -> list[object]:
 
 @pytest.mark.parametrize("is_async", [True, False])
 def test_four_chats_on_a_full_pool_say_what_they_say_alone(model: Model, alone: list[object], is_async: bool) -> None:
+    assert isinstance(model.program, CudaProgram)
     together = run(model, [[chat] for chat in chats()], preempt_async=is_async, **FULL_POOL)
     assert [seen(outcome) for outcome in together.outcomes] == alone
     assert together.preempts == together.resumes > 0
     assert together.counters.parked_bytes > 0
     assert (together.counters.hash_mismatches, together.counters.copies_failed) == (0, 0)
+    num_graphs, num_failed, _ = model.program.graph_counts()
+    assert (num_graphs > 0, num_failed) == (True, 0)
     assert_clean(together)
 
 
@@ -351,3 +332,33 @@ def test_a_model_that_the_device_cannot_run_ends_the_start_in_one_line(device: D
     with pytest.raises(SettingsError, match=f"--device {DEVICE} cannot run this model: head_dim must be 64") as failure:
         asyncio.run(starting)
     assert "\n" not in failure.value.message
+
+
+def test_what_does_not_fit_on_the_device_is_said_before_anything_is_put_there(
+    device: Device, emulator: ctypes.CDLL, tmp_path: Path
+) -> None:
+    sizes = {**SIZES, "heads": 4, "kv_heads": 4, "layers": 4, "context": 1 << 16}  # 4 KiB of KV a token
+    path = make_gguf(tmp_path / "wide.gguf", type="Q8_0", seed=5, **sizes)
+    before = emulator.emulator_num_blocks(0)
+
+    def start(ctx_size: int, device_mib: int) -> str:
+        emulator.emulator_set_device_bytes(ctypes.c_int64(device_mib << 20))
+        settings = Settings(device=DEVICE, ctx_size=ctx_size, parallel=2, batch_size=16)
+        with pytest.raises(SettingsError) as failure:
+            asyncio.run(start_engine(settings, path, lambda stage, fraction: None))
+        return failure.value.message
+
+    said = start(1 << 16, 320)
+    numbers = re.fullmatch(
+        r"--ctx-size 65536: 256 MiB for the KV pool, (\d+) MiB of weights and (\d+) MiB to work in are more than "
+        r"cuda-emulated has: (\d+) MiB of 320 MiB are free, 256 MiB of them are kept for the driver; "
+        r"--ctx-size (\d+) would fit",
+        said,
+    )
+    assert numbers is not None, said
+    weights, work, free, fitting = map(int, numbers.groups())
+    left = free - 256 - weights - work  # MiB, up to three rounded
+    assert left * 256 - 16 <= fitting <= (left + 3) * 256
+    assert emulator.emulator_num_blocks(0) <= before  # a model of another test may have gone
+    assert start(1 << 16, 256).endswith("no --ctx-size fits: take a smaller model")
+    assert "\n" not in said

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -148,6 +149,59 @@ def test_a_failure_in_a_stream_is_the_end_of_the_device(device: Device) -> None:
     device.so.emulator_reset()
     assert copy(device, host.ctypes.data, pool.ctypes.data, 64, DEVICE_TO_HOST, stream) == 0
     device.synchronize(stream)
+
+
+def test_what_is_recorded_runs_when_it_is_launched_and_as_often(device: Device) -> None:
+    pool, host, stream, other = device.pool(2, 64), device.host(1, 64), device.stream(), device.stream()
+    first, graph = pool[0].copy(), ctypes.c_void_p()
+    assert device.so.pyserve_cuda_capture_begin(stream) == 0
+    assert copy(device, host.ctypes.data, pool.ctypes.data, 64, DEVICE_TO_HOST, stream) == 0
+    assert device.so.pyserve_cuda_capture_end(stream, ctypes.byref(graph)) == 0
+    device.synchronize(stream)
+    assert not host.any()
+    for value in (first, first ^ 1):
+        pool[0] = value
+        assert device.so.pyserve_cuda_graph_launch(graph, other) == 0
+        device.synchronize(other)
+        assert (host[0] == value).all()
+    assert device.so.pyserve_cuda_graph_destroy(graph) == 0
+
+
+UNSUPPORTED, SPOILT, UNMATCHED = 900, 901, 903
+
+
+@pytest.mark.parametrize("what", ["wait", "record", "pageable", "allocate", "pin"])
+def test_what_needs_the_device_spoils_a_recording(device: Device, what: str) -> None:
+    pool, stream, graph, memory = device.pool(2, 64), device.stream(), ctypes.c_void_p(), ctypes.c_void_p()
+    loose, event = np.zeros(1 << 16, np.uint8), device.event()
+    actions: dict[str, Callable[[], int]] = {
+        "wait": lambda: device.so.pyserve_cuda_stream_synchronize(stream),
+        "record": lambda: device.so.pyserve_cuda_event_record(event, stream),
+        "pageable": lambda: copy(device, loose.ctypes.data, pool.ctypes.data, 64, DEVICE_TO_HOST, stream),
+        "allocate": lambda: device.so.cudaMalloc(ctypes.byref(memory), ctypes.c_size_t(64)),
+        "pin": lambda: device.so.pyserve_cuda_pin(ctypes.c_void_p(loose.ctypes.data), ctypes.c_int64(loose.nbytes)),
+    }
+    assert device.so.pyserve_cuda_capture_begin(stream) == 0
+    assert actions[what]() == UNSUPPORTED
+    assert device.so.pyserve_cuda_capture_end(stream, ctypes.byref(graph)) == SPOILT
+    assert graph.value is None
+    assert device.so.pyserve_cuda_capture_end(stream, ctypes.byref(graph)) == UNMATCHED
+
+
+def test_other_threads_are_free_while_one_records(device: Device) -> None:
+    stream, graph, codes = device.stream(), ctypes.c_void_p(), []
+    loose = np.zeros(1 << 16, np.uint8)
+    address = ctypes.c_void_p(loose.ctypes.data)
+    assert device.so.pyserve_cuda_capture_begin(stream) == 0
+    thread = threading.Thread(
+        target=lambda: codes.append(device.so.pyserve_cuda_pin(address, ctypes.c_int64(loose.nbytes)))
+    )
+    thread.start()
+    thread.join()
+    assert device.so.pyserve_cuda_capture_end(stream, ctypes.byref(graph)) == 0
+    assert codes == [0]
+    assert device.so.pyserve_cuda_unpin(address) == 0
+    assert device.so.pyserve_cuda_graph_destroy(graph) == 0
 
 
 ORDERED = ["ordered", "waited", "queried", "other pages"]

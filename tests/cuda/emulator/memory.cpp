@@ -123,6 +123,7 @@ cudaError_t post_copy(std::vector<Piece> pieces, const std::vector<Ends>& ends, 
   if (counts_down(&knobs.posts_until_failure)) return cudaErrorUnknown;
   memory().num_calls += 1;
   memory().num_blocked += is_pageable;
+  if (is_pageable) count_wait();
   auto work = [pieces = std::move(pieces), num_operations = ends.size()] {
     if (knobs.delay_us > 0) usleep(static_cast<useconds_t>(static_cast<size_t>(knobs.delay_us) * num_operations));
     if (counts_down(&knobs.runs_until_failure)) return cudaErrorIllegalAddress;
@@ -147,6 +148,7 @@ extern "C" {
 
 cudaError_t cudaMalloc(void** result, size_t num_bytes) {
   count_slow_call();
+  if (spoils_recording()) return remember(cudaErrorStreamCaptureUnsupported);
   if (device_error() != cudaSuccess) return device_error();
   size_t free = 0, total = 0;
   (void)cudaMemGetInfo(&free, &total);
@@ -168,6 +170,7 @@ cudaError_t cudaMallocManaged(void** result, size_t num_bytes, unsigned) { retur
 
 cudaError_t cudaFree(void* begin) {
   count_slow_call();
+  if (spoils_recording()) return remember(cudaErrorStreamCaptureUnsupported);
   if (begin == nullptr) return cudaSuccess;
   const cudaError_t error = remove_block(begin, Place::device, true);
   if (error == cudaSuccess) std::free(begin);
@@ -176,6 +179,7 @@ cudaError_t cudaFree(void* begin) {
 
 cudaError_t cudaHostAlloc(void** result, size_t num_bytes, unsigned) {
   count_slow_call();
+  if (spoils_recording()) return remember(cudaErrorStreamCaptureUnsupported);
   if (device_error() != cudaSuccess) return device_error();
   if (knobs.are_pins_refused || counts_down(&knobs.pins_until_failure)) return remember(cudaErrorMemoryAllocation);
   if (knobs.pin_delay_us > 0) usleep(static_cast<useconds_t>(knobs.pin_delay_us));
@@ -185,6 +189,7 @@ cudaError_t cudaHostAlloc(void** result, size_t num_bytes, unsigned) {
 
 cudaError_t cudaFreeHost(void* begin) {
   count_slow_call();
+  if (spoils_recording()) return remember(cudaErrorStreamCaptureUnsupported);
   if (begin == nullptr) return cudaSuccess;
   const cudaError_t error = remove_block(begin, Place::pinned, true);
   if (error == cudaSuccess) std::free(begin);
@@ -193,6 +198,7 @@ cudaError_t cudaFreeHost(void* begin) {
 
 cudaError_t cudaHostRegister(void* begin, size_t num_bytes, unsigned) {
   count_slow_call();
+  if (spoils_recording()) return remember(cudaErrorStreamCaptureUnsupported);
   if (device_error() != cudaSuccess) return device_error();
   if (begin == nullptr || num_bytes == 0) return remember(cudaErrorInvalidValue);
   if (knobs.are_pins_refused || counts_down(&knobs.pins_until_failure)) return remember(cudaErrorMemoryAllocation);

@@ -66,6 +66,8 @@ const char* cudaGetErrorName(cudaError_t error) {
     case cudaErrorHostMemoryAlreadyRegistered: return "cudaErrorHostMemoryAlreadyRegistered";
     case cudaErrorHostMemoryNotRegistered: return "cudaErrorHostMemoryNotRegistered";
     case cudaErrorLaunchFailure: return "cudaErrorLaunchFailure";
+    case cudaErrorStreamCaptureUnsupported: return "cudaErrorStreamCaptureUnsupported";
+    case cudaErrorStreamCaptureInvalidated: return "cudaErrorStreamCaptureInvalidated";
     case cudaErrorNotSupported: return "cudaErrorNotSupported";
     default: return "cudaErrorUnknown";
   }
@@ -113,7 +115,7 @@ void emulator_set_last_error(int error) { last_error = static_cast<cudaError_t>(
 void emulator_reset() {
   knobs = Knobs{};
   emulator_pause(0);
-  wait_for_all();
+  wait_until_idle();
   error_of_device.store(cudaSuccess, std::memory_order_relaxed);
   last_error = cudaSuccess;
   emulator::engine.error = nullptr;

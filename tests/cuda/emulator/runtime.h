@@ -13,9 +13,14 @@
 // TSan: orders exactly what CUDA orders. Posting happens before the work; work before the later work of its stream; a record before what waited for it. The
 // queues' own locks are hidden from it.
 //
-// Knobs for tests are at the end. Not here: graphs, managed memory, peer access, stream capture, several devices.
+// Recording (stream capture, thread-local): what is posted to the stream is kept and not run; waiting for such a stream, recording an event in it, a copy of pageable
+// memory, and taking or giving up memory in the thread that records spoil it. A graph is launched as one piece of work.
+//
+// Knobs for tests are at the end. Not here: graphs that fork, managed memory, peer access, several devices.
 #pragma once
 #include <cuda_runtime_api.h>
+
+#include <vector>
 
 #include "engine.h"
 
@@ -35,8 +40,17 @@ struct Range {
 };
 // Runs `work` in stream order. `uses`: memory that must stay until then. Blocks until it ran if `must_block`.
 cudaError_t post(cudaStream_t stream, std::function<cudaError_t()> work, const Range* uses, int num_uses, bool must_block);
+// Streams that are recorded (graph.cpp). `works` is what the stream was given.
+struct Recording {
+  std::vector<std::function<cudaError_t()>> works;
+  bool is_spoilt = false;
+};
+Recording*& recording_of(cudaStream_t stream);
+bool spoils_recording();  // by the calling thread; to be asked by whatever must not be done meanwhile
+void count_wait();        // a host thread waits for the device
 bool is_in_use(Range range);  // by work that has not run yet
 void wait_for_all();
+void wait_until_idle();  // also on a device that has failed, whose work comes to nothing
 
 struct Knobs {
   int delay_us = 0;                  // before each operation of the copy engines
@@ -46,6 +60,7 @@ struct Knobs {
   bool are_pins_refused = false;
   int pin_delay_us = 0;
   int driver_version = 13000;
+  int64_t recordings_until_failure = -1;
   int64_t device_bytes = int64_t{141} << 30;  // of memory
 };
 extern Knobs knobs;

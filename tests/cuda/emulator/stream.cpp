@@ -1,4 +1,5 @@
 // Streams and events.
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <thread>
@@ -40,6 +41,7 @@ struct CUstream_st {
   emulator::Job* last = nullptr;
   int64_t num_jobs = 0;
   bool is_closing = false;
+  emulator::Recording* recording = nullptr;
 };
 
 namespace emulator {
@@ -62,7 +64,7 @@ Queues& queues() {
 
 bool can_run(const CUstream_st& stream) {
   if (stream.first == nullptr || queues().is_paused) return false;
-  return stream.first->waits_for == nullptr || stream.first->waits_for->is_reached;
+  return stream.first->waits_for == nullptr || stream.first->waits_for->is_reached || device_error() != cudaSuccess;
 }
 
 void run(Job& job) {
@@ -159,9 +161,22 @@ bool overlap(Range a, Range b) { return a.begin < b.begin + b.num_bytes && b.beg
 
 }  // namespace
 
+Recording*& recording_of(cudaStream_t stream) { return stream->recording; }
+
+// Is the stream recorded? Then what is about to be done spoils it.
+static bool spoils(cudaStream_t stream) {
+  if (stream == nullptr || stream->recording == nullptr) return false;
+  return stream->recording->is_spoilt = true;
+}
+
 cudaError_t post(cudaStream_t stream, std::function<cudaError_t()> work, const Range* uses, int num_uses, bool must_block) {
   if (device_error() != cudaSuccess) return device_error();
   if (stream == nullptr) return work();
+  if (must_block && spoils(stream)) return cudaErrorStreamCaptureUnsupported;
+  if (stream->recording != nullptr) {
+    stream->recording->works.push_back(std::move(work));
+    return cudaSuccess;
+  }
   auto job = std::make_shared<Job>();
   job->work = std::move(work);
   job->uses.assign(uses, uses + num_uses);
@@ -197,7 +212,21 @@ void wait_for_all() {
   for (const auto& mark : marks) wait_for(mark);
 }
 
+void wait_until_idle() {
+  Quiet quiet;
+  std::unique_lock<std::mutex> lock(queues().mutex);
+  queues().changed.wait(lock, [] {
+    for (int i = 0; i < queues().num_streams; ++i) {
+      if (queues().streams[i]->first != nullptr) return false;
+    }
+    return true;
+  });
+}
+
+static std::atomic<int64_t> num_launches{0};  // kernels, one by one
+
 cudaError_t launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, std::function<void()> body) {
+  num_launches.fetch_add(1, std::memory_order_relaxed);
   const cudaError_t shape = check_shape(grid, block, shared_bytes);
   if (shape != cudaSuccess) return remember(shape);
   auto work = [=, body = std::move(body)] { return run_kernel(grid, block, shared_bytes, body); };
@@ -240,12 +269,15 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   count_slow_call();
+  count_wait();
+  if (spoils(stream)) return remember(cudaErrorStreamCaptureUnsupported);
   if (stream != nullptr) wait_for(mark_now(stream));
   return remember(device_error());
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   if (stream == nullptr) return remember(device_error());
+  if (spoils(stream)) return remember(cudaErrorStreamCaptureUnsupported);
   Quiet quiet;
   std::lock_guard<std::mutex> lock(queues().mutex);
   if (device_error() != cudaSuccess) return device_error();
@@ -254,6 +286,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   if (device_error() != cudaSuccess) return device_error();
+  if (spoils(stream)) return remember(cudaErrorStreamCaptureUnsupported);
   if (event->mark == nullptr) return cudaSuccess;
   if (stream == nullptr) {
     wait_for(event->mark);
@@ -275,6 +308,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void*
 
 cudaError_t cudaDeviceSynchronize() {
   count_slow_call();
+  count_wait();
   wait_for_all();
   return remember(device_error());
 }
@@ -294,6 +328,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {  // work that was told to wait
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   if (event == nullptr) return remember(cudaErrorInvalidResourceHandle);
   if (device_error() != cudaSuccess) return device_error();
+  if (spoils(stream)) return remember(cudaErrorStreamCaptureUnsupported);
   event->mark = mark_now(stream);
   return cudaSuccess;
 }
@@ -308,6 +343,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   count_slow_call();
   if (event == nullptr) return remember(cudaErrorInvalidResourceHandle);
+  count_wait();
   wait_for(event->mark);
   return remember(device_error());
 }
@@ -327,6 +363,8 @@ int emulator_cuEventQuery(cudaEvent_t event) {
   if (device_error() != cudaSuccess) return static_cast<int>(device_error());
   return is_done ? 0 : kNotReady;
 }
+
+int64_t emulator_num_launches() { return num_launches.load(std::memory_order_relaxed); }
 
 void emulator_pause(int is_paused) {  // holds back work that has not started
   Quiet quiet;

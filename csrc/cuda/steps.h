@@ -1,0 +1,71 @@
+// Steps that were started and are not yet collected.
+//
+// A thread of this object's own posts each step to the device, as soon as it is started, and waits for nothing: a second step is on the device's queue while the
+// first runs. When a step's results are in host memory, CUDA calls back (on a stream that only waits for events, so that no step is held up) and the descriptor has
+// a byte to read. No host thread waits for the device.
+//
+// A step whose tokens the host must pick has a `finish`, which the same thread runs when the results have landed, before it posts another step that was started.
+//
+// Liveness: CUDA calls nobody back when the device has failed, so while a step is under way its event is queried now and then.
+#pragma once
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "device.h"
+
+namespace pyserve::cuda {
+
+class Steps {
+ public:
+  struct Work {
+    std::function<void()> post;    // puts the step on the compute stream; throws
+    std::function<void()> finish;  // may be null
+  };
+
+  explicit Steps(std::shared_ptr<DeviceContext> device);
+  ~Steps();  // waits for what was started
+  Steps(const Steps&) = delete;
+  Steps& operator=(const Steps&) = delete;
+
+  int fileno() const { return pipe_[0]; }  // has a byte to read for each step that is done
+  void start(Work work);                   // throws std::invalid_argument while two are not collected
+  void collect();                          // waits for the oldest, and throws what it threw
+
+ private:
+  enum class State { waiting, posted, landed, done };
+  struct Step {
+    Work work;
+    Steps* owner;
+    Handle event{pyserve_cuda_event_destroy};
+    State state = State::waiting;
+    std::exception_ptr error;
+    Step(Work work, Steps* owner) : work(std::move(work)), owner(owner) {}
+  };
+  using StepPtr = std::shared_ptr<Step>;
+  static void landed(void* step);  // CUDA calls it
+
+  void run();
+  StepPtr first(State state) const;
+  void post(const StepPtr& step);
+  void look_for_failure(const Step& posted);
+  void done(Step& step, std::exception_ptr error);
+  template <class Action>
+  std::exception_ptr without_lock(std::unique_lock<std::mutex>& lock, const Action& action);
+
+  const std::shared_ptr<DeviceContext> device_;
+  Handle notices_{pyserve_cuda_stream_destroy};
+  int pipe_[2];
+  std::mutex mutex_;  // guards all that follows
+  std::condition_variable changed_;
+  std::deque<StepPtr> steps_;
+  bool is_ending_ = false;
+  std::thread thread_;
+};
+
+}  // namespace pyserve::cuda
