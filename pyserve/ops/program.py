@@ -84,15 +84,15 @@ class Program:
     def __init__(self, *, max_tokens: int, max_samples: int, num_threads: int) -> None:
         self.num_threads = num_threads
         self._use(torch.classes.pyserve.Program(max_tokens, max_samples, num_threads), max_tokens, max_samples)
-        self._start: Any = self._handle.start  # looking up a method of such an object takes longer than calling it
-        self._collect: Any = self._handle.collect
-        self._fileno: int = self._handle.fileno()
 
     def _use(self, handle: Any, max_tokens: int, max_samples: int) -> None:
         self.max_tokens = max_tokens
         self.max_samples = max_samples
         self._handle: Any = handle
-        self._run: Any = handle.run
+        self._run: Any = handle.run  # looking up a method of such an object takes longer than calling it
+        self._start: Any = handle.start
+        self._collect: Any = handle.collect
+        self._fileno: int = handle.fileno()
 
     def buffer(self, width: int) -> Register:
         """A new register, zeros. Its memory is taken at `set_logits`."""

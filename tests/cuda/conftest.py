@@ -19,6 +19,14 @@ DEVICE = os.environ.get("PYSERVE_DEVICE", "cuda-emulated")  # tools/gpu_check ru
 IS_EMULATED = DEVICE == "cuda-emulated"
 
 
+def finish_torch() -> None:
+    """On a GPU, torch writes the pool on a stream of its own."""
+    if not IS_EMULATED:
+        import torch
+
+        torch.cuda.synchronize()
+
+
 @pytest.fixture
 def device() -> Iterator[Device]:
     made = Device()

@@ -27,7 +27,7 @@ from pyserve.park import Parking
 from pyserve.serving import start_engine
 from pyserve.settings import Settings
 from pyserve.types import SamplingParams, SequenceRequest
-from tests.cuda.conftest import DEVICE, IS_EMULATED
+from tests.cuda.conftest import DEVICE, IS_EMULATED, finish_torch
 from tests.engine.parked import round_trip, sequence_of
 from tests.engine.workload import Outcome, assert_clean, request, run
 from tests.ops.weight_cases import random_matrix
@@ -186,12 +186,6 @@ def test_a_thousand_cycles_pin_allocate_and_wait_for_nothing(device: Device, emu
 
 
 # --- copies, and what is refused
-
-
-def finish_torch() -> None:
-    """On a GPU, torch writes the pool on a stream of its own."""
-    if not IS_EMULATED:
-        torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("can_pin", [True, False])

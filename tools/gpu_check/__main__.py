@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:  # python tools/gpu_check
     sys.path.insert(0, str(ROOT))
 
-from tools.gpu_check import attention, copy_speed, correct, outside  # noqa: E402
+from tools.gpu_check import attention, copy_speed, correct, outside, steps  # noqa: E402
 from tools.gpu_check.machine import Machine, device_library  # noqa: E402
 from tools.gpu_check.results import NotHere, Result  # noqa: E402
 
@@ -43,6 +43,7 @@ PARTS: dict[str, tuple[Callable[[Machine], Result], float]] = {  # and how long 
     "park": (copy_speed.park, 60),
     "gaps": (copy_speed.gaps, 60),
     "copy speeds": (copy_speed.copy_speeds, 120),
+    "decode steps": (steps.decode_steps, 200),  # with the build of the extension
     "kernel tests": (outside.kernel_tests, 210),
     "engine tests": (outside.engine_tests, 160),
 }

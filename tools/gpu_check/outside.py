@@ -12,7 +12,7 @@ from typing import Any
 from tools.gpu_check.machine import ROOT, Machine, ask_nvidia_smi, device_library
 from tools.gpu_check.results import NotHere, Result, check
 
-ENGINE_TESTS = "tests/cuda/test_engine_emulated.py"
+ENGINE_TESTS = ("tests/cuda/test_engine_emulated.py", "tests/cuda/test_steps_emulated.py")
 
 
 def this_machine(machine: Machine) -> Result:
@@ -42,14 +42,16 @@ def kernel_tests(machine: Machine) -> Result:
 
 
 def engine_tests(machine: Machine) -> Result:
-    """The engine on the GPU: logits beside the CPU's, four chats on a full pool, copies and their hashes. The extension
-    is built for this GPU alone first.
+    """The engine on the GPU: logits beside the CPU's, four chats on a full pool, copies and their hashes, graphs beside
+    plain launches. The extension is built for this GPU alone first.
     """
     if "with a GPU" not in torch_version() and not (machine.is_dry and torch_version() != "not installed"):
         raise NotHere(f"torch: {torch_version()}")
     if machine.is_dry:
-        return pytest([ENGINE_TESTS, "--collect-only"], {"PYSERVE_DEVICE": "cuda-emulated"}, timeout_s=150)
-    return pytest([ENGINE_TESTS], {"PYSERVE_DEVICE": "cuda", "TORCH_CUDA_ARCH_LIST": machine.capability}, timeout_s=150)
+        return pytest([*ENGINE_TESTS, "--collect-only"], {"PYSERVE_DEVICE": "cuda-emulated"}, timeout_s=150)
+    return pytest(
+        [*ENGINE_TESTS], {"PYSERVE_DEVICE": "cuda", "TORCH_CUDA_ARCH_LIST": machine.capability}, timeout_s=150
+    )
 
 
 def pytest(arguments: list[str], environment: dict[str, str], timeout_s: float) -> Result:
