@@ -90,6 +90,7 @@ class Engine:
         self._wake = asyncio.Event()
         self._steps = Steps(runner)
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="pyserve-copy-wait")
+        self._gaps: list[float] = []  # seconds between tokens, of the step that is being counted
         self._ahead: Begun | None = None  # the step behind the one that was awaited last
         self._is_stopping = False
         self._is_stuck = False
@@ -190,11 +191,12 @@ class Engine:
         if self._arrivals or self._cancels or not self._steps.can_start_behind(begun):
             return None
         running = begun.step.rows
-        sources = [place for place, row in enumerate(running) if self._goes_on(row.sequence)]
-        if not sources:
+        places = [place for place, sequence in enumerate(running.sequences) if self._goes_on(sequence)]
+        if not places:
             return None
-        rows = self._ledger.next_rows([running[place] for place in sources], self._plan(time.monotonic()))
-        return None if rows is None else self._steps.start_behind(begun, rows, sources)
+        rows = running.following(places)
+        is_allowed = self._ledger.may_follow(rows, self._plan(time.monotonic()))
+        return self._steps.start_behind(rows, places) if is_allowed else None
 
     def _goes_on(self, sequence: Sequence) -> bool:
         """Whether a sequence in the running step wants another token after it, if that is not one to stop at."""
@@ -302,45 +304,55 @@ class Engine:
         now_s = time.monotonic()
         step_s = now_s - max(begun.started_s, self._last_step_at_s)
         self._last_step_at_s = now_s
-        self._ledger.step_done(step.rows, {key: sampled.token for key, sampled in result.sampled.items()})
+        self._ledger.step_done(step.rows.columns(), result.tokens)
         self._count(step, step_s)
         self._is_stuck = False
-        for row in step.rows:
-            task = self._tasks.get(row.sequence.id)
-            if task is not None:  # else it ended after the step was started
-                self._after_row(task, result, row.start, row.length, now_s)
+        tasks = self._tasks
+        for sequence, start, length, _ in step.rows.columns():
+            task = tasks.get(sequence.id)
+            if task is None:  # it ended after the step was started
+                continue
+            if not task.num_sent:
+                self._prompt_advanced(task, result, start, length, now_s)
+            token = result.tokens.get(sequence.id)
+            if token is not None:
+                self._took_token(task, token, result, now_s)
+        self.counters.generated_tokens += len(result.tokens)
+        self.counters.observe_all("inter_token_s", self._gaps)
+        self._gaps.clear()
 
     def _step_failed(self, step: Step, error: Exception) -> None:
-        tasks = [self._tasks[row.sequence.id] for row in step.rows if row.sequence.id in self._tasks]
+        tasks = [self._tasks[each.id] for each in step.rows.sequences if each.id in self._tasks]
         if tasks:
             log.error("a step of %d sequences failed: %s", len(tasks), error)
         for task in tasks:
             self.counters.failed += 1
             self._end(task, StepFailed(f"the step failed: {error}"))
 
-    def _after_row(self, task: Task, result: StepResult, start: int, length: int, now_s: float) -> None:
-        sequence, request = task.sequence, task.sequence.request
-        if start < sequence.prompt_len and not task.num_sent:
+    def _prompt_advanced(self, task: Task, result: StepResult, start: int, length: int, now_s: float) -> None:
+        sequence = task.sequence
+        if start < sequence.prompt_len:
             done = min(start + length, sequence.prompt_len)
             time_ms = (now_s - task.started_s) * 1e3
             self._post(task, PromptProgress(sequence.index, sequence.prompt_len, sequence.num_cached, done, time_ms))
         task.prompt_logprobs.extend(result.prompt_logprobs.get(sequence.id, ()))
-        sampled = result.sampled.get(sequence.id)
-        if sampled is None:
-            return
-        if task.num_sent == 0:
+
+    def _took_token(self, task: Task, token: int, result: StepResult, now_s: float) -> None:
+        sequence = task.sequence
+        request = sequence.request
+        if not task.num_sent:
             self._first_token(task, now_s)
         else:
-            self._observe("inter_token_s", now_s - task.last_token_s)
+            self._gaps.append(now_s - task.last_token_s)
         task.last_token_s = now_s
-        self.counters.generated_tokens += 1
         if request.max_tokens == 0:  # only the prompt was to be scored
             self._finish(task, FinishReason.LENGTH, num_generated=0)
-        elif sampled.token in request.stop_tokens:
+        elif token in request.stop_tokens:
             self._finish(task, FinishReason.STOP, num_generated=task.num_sent + 1)
         else:
             task.num_sent += 1
-            self._post(task, Token(sequence.index, sampled.token, sampled.logprobs))
+            logprobs = result.logprobs.get(sequence.id) if result.logprobs else None
+            self._outbox.append((task.generation, Token(sequence.index, token, logprobs)))
             if request.max_tokens is not None and task.num_sent >= request.max_tokens:
                 self._finish(task, FinishReason.LENGTH, num_generated=task.num_sent)
             elif len(sequence.tokens) > self.info.context_len:
@@ -358,9 +370,9 @@ class Engine:
         counters = self.counters
         counters.steps += 1
         counters.busy_slots += len(step.rows)
-        counters.longest_sequence = max(counters.longest_sequence, *(len(row.sequence.tokens) for row in step.rows))
+        counters.longest_sequence = max(counters.longest_sequence, *[len(each.tokens) for each in step.rows.sequences])
         self._observe("step_s", step_s)
-        num_prompt_tokens = sum(row.length for row in step.rows if row.length > 1)
+        num_prompt_tokens = sum([length for length in step.rows.lengths if length > 1])
         if num_prompt_tokens >= _PROMPT_STEP_TOKENS:
             self._transfers.rates.prompt.add(num_prompt_tokens, step_s, time.monotonic())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from pyserve.types import Event, Failed, Finished
+from pyserve.types import Event, Failed, Finished, Token
 
 
 class Generation:
@@ -16,6 +16,8 @@ class Generation:
         self._events: list[Event] = []
         self._waiter: asyncio.Future[None] | None = None
         self._on_cancel = on_cancel
+        self._deadline: float | None = None  # of the wait that is on, or was last
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def is_over(self) -> bool:
@@ -26,10 +28,12 @@ class Generation:
         """Queue one event; never waits. Events of a sequence that has ended or was cancelled are dropped."""
         if event.index not in self._open:
             return
-        if isinstance(event, Finished | Failed):
+        if type(event) is not Token and isinstance(event, Finished | Failed):
             self._open.discard(event.index)
         self._events.append(event)
-        self._wake()
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     async def next_events(self, deadline: float | None = None) -> list[Event]:
         """All queued events; waits for the first until `deadline` (loop.time()).
@@ -39,6 +43,8 @@ class Generation:
         if not self._events and self._open:
             await self._wait(deadline)
         events, self._events = self._events, []
+        if not self._open:
+            self._stop_timer()
         return events
 
     def __aiter__(self) -> AsyncIterator[Event]:
@@ -51,6 +57,8 @@ class Generation:
                 self._open.discard(cancelled)
                 self._events = [event for event in self._events if event.index != cancelled]
                 self._on_cancel(cancelled)
+        if not self._open:
+            self._stop_timer()
         self._wake()
 
     async def _iterate(self) -> AsyncIterator[Event]:
@@ -59,15 +67,32 @@ class Generation:
                 yield event
 
     async def _wait(self, deadline: float | None) -> None:
+        """One timer serves many waits: it is only ever set anew when it fires, or when a deadline comes closer."""
         loop = asyncio.get_running_loop()
+        self._deadline = deadline
+        if deadline is not None and (self._timer is None or deadline < self._timer.when()):
+            self._stop_timer()
+            self._timer = loop.call_at(deadline, self._on_timer)
         self._waiter = loop.create_future()
-        timer = None if deadline is None else loop.call_at(deadline, self._wake)
         try:
             await self._waiter
         finally:
             self._waiter = None
-            if timer is not None:
-                timer.cancel()
+
+    def _on_timer(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = None
+        if self._waiter is None or self._deadline is None:
+            return
+        if self._deadline <= loop.time():
+            self._wake()
+        else:
+            self._timer = loop.call_at(self._deadline, self._on_timer)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

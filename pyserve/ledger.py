@@ -185,18 +185,18 @@ class Ledger:
         num_evicted = self._residents.num_evicted - num_evicted
         return plan if plan.num_evictions == num_evicted else replace(plan, num_evictions=num_evicted)
 
-    def next_rows(self, rows: Iterable[tuple[Sequence, int, int, bool]], plan: Plan) -> Rows | None:
-        """The decode rows of those `rows` that go on, while the step of `rows` runs; their pages are theirs from now.
+    def may_follow(self, rows: Rows, plan: Plan) -> bool:
+        """Whether the decode rows `rows` may run behind the step that runs; their pages are theirs then.
 
-        `plan`: what would be done now. None: there is something to do first, or no page is left. A sequence of these
-        rows may end before they have run; what they write then is in no page that anyone reads, because what is copied
-        or computed from there on comes after them.
+        `plan`: what would be done now. False: there is something to do first, or no page is left. A sequence may end
+        before its row has run; what that writes is in no page that anyone reads, because what is copied or computed
+        from there on comes after it.
         """
         view = self._view
         is_idle = not (plan.parks or plan.restores or plan.admissions or plan.failures or plan.refused_rotation)
         if not is_idle or plan.rotation_head is not view.rotation_head or len(plan.rows) != len(view.running):
-            return None
-        return self._residents.next_rows(rows)
+            return False
+        return self._residents.have_pages(rows)
 
     def step_done(self, rows: Iterable[tuple[Sequence, int, int, bool]], sampled: dict[int, int]) -> None:
         """The step ran. `sampled`: the next token of each row that samples, by sequence id."""

@@ -72,6 +72,15 @@ class Rows(Items[Row]):
         self.lengths = [1] * len(self.sequences)
         self.samples = [True] * len(self.sequences)
 
+    def following(self, places: list[int]) -> Rows:
+        """The decode rows behind those at `places`."""
+        rows = Rows()
+        rows.sequences = [self.sequences[place] for place in places]
+        rows.starts = [self.starts[place] + self.lengths[place] for place in places]
+        rows.lengths = [1] * len(places)
+        rows.samples = [True] * len(places)
+        return rows
+
     def add(self, sequence: Sequence, start: int, length: int, samples: bool) -> None:
         self.sequences.append(sequence)
         self.starts.append(start)

@@ -61,20 +61,17 @@ class Residents:
         view.entry_debt += entry_debt - sequence.entry_debt
         sequence.debt, sequence.entry_debt = debt, entry_debt
 
-    def next_rows(self, rows: Iterable[tuple[Sequence, int, int, bool]]) -> Rows | None:
-        """The decode rows behind `rows`, which run and sample; each has its page. None where one finds none."""
+    def have_pages(self, rows: Rows) -> bool:
+        """Gives every decode row of `rows`, to run behind the step that runs, its page. False: one finds none."""
         size, pool = self._view.limits.page_size, self._view.pool
-        following, full = Rows(), []
-        for sequence, start, length, _ in rows:
-            following.add(sequence, start + length, 1, True)
-            if start + length >= len(sequence.pages) * size:
-                full.append(sequence)
+        starts = zip(rows.sequences, rows.starts, strict=True)
+        full = [sequence for sequence, start in starts if start >= len(sequence.pages) * size]
         if len(full) > pool.num_available:
-            return None
+            return False
         for sequence in full:
             self._extend(sequence, len(sequence.pages) + 1)
             self._set_debts(sequence)
-        return following
+        return True
 
     def step_done(self, rows: Iterable[tuple[Sequence, int, int, bool]], sampled: Mapping[int, int]) -> None:
         """The tokens of `rows` are computed; `sampled` has the next ones, by sequence id."""

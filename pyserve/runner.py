@@ -9,72 +9,79 @@ unknown, and the program goes from the one to the other without waiting for the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from pyserve.kv_store import KvStore
 from pyserve.ops import Program, StepBatch
-from pyserve.plan import Row
-from pyserve.sampler import Sampled, SampleRequest, sample, sampling_tables, token_logprobs
+from pyserve.plan import Row, Rows
+from pyserve.sampler import SampleRequest, sample, token_logprobs
 from pyserve.sequence import Sequence
+from pyserve.slot_sampling import Sampling, SlotSampling
 from pyserve.types import TokenLogprobs
 
 
 @dataclass(slots=True)
 class Step:
-    """One step, ready to run.
+    """One step, ready to run. `ids[i]` is the sequence of sample i, whose logits are row `sample_at[i]` of them."""
 
-    `rows[i]` of those that sample has `requests[i]` and row `sample_at[i]` of the logits.
-    """
-
-    rows: tuple[Row, ...]
+    rows: Rows
+    ids: list[int]
     batch: StepBatch
-    requests: list[SampleRequest]
     sample_at: list[int]
-    scored: list[tuple[Row, int]]  # rows whose prompt is scored, with their first logits row
+    sampling: Sampling
+    scored: list[tuple[Row, int]] = field(default_factory=list)  # rows whose prompt is scored, their first logits row
     sources: torch.Tensor | None = None  # int32 [T]: the sample rows of the step before that pick its tokens
 
     @property
     def is_plain(self) -> bool:
         """Whether the program can sample it by itself: nothing is scored, and no row's logits change but by bans."""
-        return not self.scored and all(request.is_plain for request in self.requests)
+        return not self.scored and self.sampling.is_plain
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step gave: sequence id -> the token sampled, and the log-probabilities of scored prompts."""
+    """What a step gave, by sequence id: the tokens sampled, and the log-probabilities that were asked for."""
 
-    sampled: dict[int, Sampled]
-    prompt_logprobs: dict[int, list[TokenLogprobs]]
+    tokens: dict[int, int]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # of those tokens
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
 class _Slots:
-    """What stays the same from step to step: every slot's row of the page table and its sampling request."""
+    """What stays the same from step to step: every slot's row of the page table, and how it samples."""
 
     def __init__(self, num_slots: int, width: int) -> None:
         self.table = np.zeros((num_slots, width), dtype=np.int32)
         self.tensor = torch.from_numpy(self.table)  # int32 [slots, width], the same memory
-        self.requests: list[SampleRequest | None] = [None] * num_slots
-        self._tokens: list[list[int] | None] = [None] * num_slots  # whose request that is
+        self.sampling = SlotSampling(num_slots)
+        self._tokens: list[list[int] | None] = [None] * num_slots  # whose sampling that is
         self._pages: list[list[int] | None] = [None] * num_slots
         self._num_written = [0] * num_slots
 
-    def update(self, slot: int, sequence: Sequence) -> None:
-        """Bring one slot up to date. A park or another sequence brings another list; a list only grows."""
+    def update(self, sequences: list[Sequence], slots: list[int]) -> None:
+        """Bring the slots of these sequences up to date. A park or another sequence brings other lists; a list only
+        grows.
+        """
+        known, num_written = self._pages, self._num_written
+        for sequence, slot in zip(sequences, slots, strict=True):
+            pages = sequence.pages
+            if known[slot] is not pages or num_written[slot] != len(pages):
+                self._update(slot, sequence)
+
+    def _update(self, slot: int, sequence: Sequence) -> None:
         pages = sequence.pages
         if self._pages[slot] is not pages:
             self._pages[slot] = pages
             self._num_written[slot] = 0
         num_written = self._num_written[slot]
-        if num_written != len(pages):
-            self.table[slot, num_written : len(pages)] = pages[num_written:]
-            self._num_written[slot] = len(pages)
+        self.table[slot, num_written : len(pages)] = pages[num_written:]
+        self._num_written[slot] = len(pages)
         if self._tokens[slot] is not sequence.tokens:
             self._tokens[slot] = sequence.tokens
-            self.requests[slot] = SampleRequest(sequence.request.sampling, sequence.tokens, sequence.prompt_len)
+            self.sampling.set(slot, SampleRequest(sequence.request.sampling, sequence.tokens, sequence.prompt_len))
 
 
 class Runner:
@@ -86,71 +93,71 @@ class Runner:
         self._slots = _Slots(num_slots, pages_per_sequence)
         self._places = torch.arange(num_slots, dtype=torch.int32)
 
-    def prepare(self, rows: Items[Row]) -> Step:
+    def prepare(self, rows: Rows) -> Step:
         """The tensors of one step. Every row's pages are allocated by now."""
+        slots = self._slots_of(rows)
         tokens: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
+        token_slots: list[int] = []
         sample_rows: list[int] = []
+        sampling: list[tuple[int, int, int]] = []  # id, slot, number of tokens then
         sample_at: list[int] = []
-        requests: list[SampleRequest] = []
         scored: list[tuple[Row, int]] = []
-        for row in rows:
-            sequence, start, length, samples = row
-            slot = sequence.slot
-            assert slot is not None
-            self._slots.update(slot, sequence)
+        for (sequence, start, length, samples), slot in zip(rows.columns(), slots, strict=True):
             first = len(tokens)
             if length == 1:
                 tokens.append(sequence.tokens[start])
                 positions.append(start)
-                slots.append(slot)
+                token_slots.append(slot)
             else:
                 tokens += sequence.tokens[start : start + length]
                 positions += range(start, start + length)
-                slots += [slot] * length
+                token_slots += [slot] * length
             if sequence.request.prompt_logprobs is not None and start < sequence.prompt_len - 1:
-                scored.append((row, len(sample_rows)))
+                scored.append((Row(sequence, start, length, samples), len(sample_rows)))
                 sample_rows += range(first, len(tokens))
             elif samples:
                 sample_rows.append(len(tokens) - 1)
             if samples:
                 sample_at.append(len(sample_rows) - 1)
-                requests.append(self._slots.requests[slot])  # type: ignore[arg-type]  # just brought up to date
+                sampling.append((sequence.id, slot, start + length))
         batch = StepBatch(
             tokens=_int32(tokens),
             positions=_int32(positions),
-            sequences=_int32(slots),
+            sequences=_int32(token_slots),
             page_table=self._slots.tensor,
             sample_rows=_int32(sample_rows),
         )
-        return Step(tuple(rows), batch, requests, sample_at, scored)
+        ids, sampling_slots, lens = ([*column] for column in zip(*sampling, strict=True)) if sampling else ([], [], [])
+        how = self._slots.sampling.take(sampling_slots, lens, is_scored=bool(scored))
+        return Step(rows, ids, batch, sample_at, how, scored)
+
+    def _slots_of(self, rows: Rows) -> list[int]:
+        slots: list[int] = [each.slot for each in rows.sequences]  # type: ignore[misc]  # whoever runs has one
+        self._slots.update(rows.sequences, slots)
+        return slots
 
     @property
     def can_follow(self) -> bool:
         """Whether a step can be started behind another that runs."""
         return self._program.can_follow
 
-    def prepare_next(self, rows: Items[Row], sources: list[int]) -> Step:
+    def prepare_next(self, rows: Rows, sources: list[int]) -> Step:
         """The decode step behind a plain step that runs. Row i computes what that step picks for its sample row
         `sources[i]`; its page is allocated by now.
         """
-        slots: list[int] = []
-        requests: list[SampleRequest] = []
-        for row in rows:
-            slot = row.sequence.slot
-            assert slot is not None
-            self._slots.update(slot, row.sequence)
-            slots.append(slot)
-            requests.append(self._slots.requests[slot])  # type: ignore[arg-type]  # just brought up to date
+        slots, num_rows = self._slots_of(rows), len(rows)
+        positions = np.array(rows.starts, dtype=np.int32)
         batch = StepBatch(
-            tokens=self._places[: len(rows)],  # any will do
-            positions=_int32([row.start for row in rows]),
+            tokens=self._places[:num_rows],  # any will do
+            positions=torch.from_numpy(positions),
             sequences=_int32(slots),
             page_table=self._slots.tensor,
-            sample_rows=self._places[: len(rows)],
+            sample_rows=self._places[:num_rows],
         )
-        return Step(tuple(rows), batch, requests, list(range(len(rows))), [], _int32(sources))
+        ids = [each.id for each in rows.sequences]
+        sampling = self._slots.sampling.take(slots, positions + 1)
+        return Step(rows, ids, batch, [*range(num_rows)], sampling, sources=_int32(sources))
 
     def fileno(self) -> int:
         """Readable when a step that `start` began is done."""
@@ -162,14 +169,13 @@ class Runner:
 
     def start(self, step: Step) -> None:
         """Begin a plain step in a thread of the program's; `collect` it once it is done."""
-        tables = sampling_tables(step.requests, self._program.vocab_size, num_ahead=step.sources is not None)
-        self._program.start(step.batch, self._kv.tensor, *tables, step.sources)
+        sampling = step.sampling
+        bans = sampling.bans(self._program.vocab_size)
+        self._program.start(step.batch, self._kv.tensor, sampling.real, sampling.whole, bans, step.sources)
 
     def collect(self, step: Step) -> StepResult:
         """The result of the step that was started first. Raises RuntimeError or ValueError when it failed."""
-        tokens: list[int] = self._program.collect().tolist()
-        sampling = (row.sequence.id for row in step.rows if row.samples)
-        return StepResult({key: Sampled(token, None) for key, token in zip(sampling, tokens, strict=True)}, {})
+        return StepResult(dict(zip(step.ids, self._program.collect().tolist(), strict=True)))
 
     def run(self, step: Step) -> StepResult:
         """Run any prepared step, log-probabilities and penalties included, in the calling thread.
@@ -178,12 +184,13 @@ class Runner:
         """
         logits = self._program.run(step.batch, self._kv.tensor)  # [samples, vocab]
         prompt_logprobs = {row.sequence.id: _score(logits, row, first) for row, first in step.scored}
-        if not step.requests:
-            return StepResult({}, prompt_logprobs)
+        if not step.ids:
+            return StepResult({}, {}, prompt_logprobs)
         wanted = logits if len(step.sample_at) == logits.shape[0] else logits[torch.tensor(step.sample_at)]
-        sampled = sample(wanted, step.requests, self._program.sample)
-        ids = [row.sequence.id for row in step.rows if row.samples]
-        return StepResult(dict(zip(ids, sampled, strict=True)), prompt_logprobs)
+        sampled = dict(zip(step.ids, sample(wanted, step.sampling.requests, self._program.sample), strict=True))
+        tokens = {id: each.token for id, each in sampled.items()}
+        logprobs = {id: each.logprobs for id, each in sampled.items() if each.logprobs is not None}
+        return StepResult(tokens, logprobs, prompt_logprobs)
 
 
 def _score(logits: torch.Tensor, row: Row, first: int) -> list[TokenLogprobs]:

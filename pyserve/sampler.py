@@ -52,9 +52,9 @@ class SampleRequest:
         self.is_adjusted = is_weighed or bool(params.banned_until)
         self.is_plain = not is_weighed and params.num_logprobs is None
 
-    def bans(self, vocab_size: int, num_ahead: int = 0) -> torch.Tensor:
-        """The ids banned once it has `num_ahead` tokens more, int64."""
-        num_generated = len(self.tokens) - self.prompt_len + num_ahead
+    def bans(self, vocab_size: int, num_tokens: int) -> torch.Tensor:
+        """The ids banned when the sequence has so many tokens, int64."""
+        num_generated = num_tokens - self.prompt_len
         if self._bans is None or num_generated >= self._bans_end:
             bans = [(id, end) for id, end in self.params.banned_until if num_generated < end and 0 <= id < vocab_size]
             self._bans = torch.tensor([id for id, _ in bans], dtype=torch.int64)
@@ -84,26 +84,9 @@ def pick_one_by_one(logits: torch.Tensor, real: torch.Tensor, whole: torch.Tenso
     return torch.tensor(picked, dtype=torch.int32)
 
 
-def sampling_tables(
-    requests: Sequence[SampleRequest], vocab_size: int, num_ahead: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `Program.start` needs to sample plain rows: real f32 [rows, 3], whole int64 [rows, 3], bans int64 [n, 2].
-
-    `num_ahead`: how many tokens each request will have more by then.
-    """
-    bans = [
-        (row, token)
-        for row, request in enumerate(requests)
-        if request.is_adjusted
-        for token in request.bans(vocab_size, num_ahead).tolist()
-    ]
-    return *_parameters(requests, num_ahead), torch.from_numpy(np.array(bans, dtype=np.int64).reshape(-1, 2))
-
-
-def _parameters(requests: Sequence[SampleRequest], num_ahead: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def _parameters(requests: Sequence[SampleRequest]) -> tuple[torch.Tensor, torch.Tensor]:
     real = np.array([request.real for request in requests], dtype=np.float32).reshape(-1, 3)
-    places = [(*request.whole, len(request.tokens) + num_ahead) for request in requests]
-    whole = np.array(places, dtype=np.int64).reshape(-1, 3)
+    whole = np.array([(*request.whole, len(request.tokens)) for request in requests], dtype=np.int64).reshape(-1, 3)
     return torch.from_numpy(real), torch.from_numpy(whole)
 
 
@@ -158,7 +141,7 @@ def _adjust(logits: torch.Tensor, request: SampleRequest) -> None:
         logits.index_add_(0, torch.tensor(ids), torch.tensor(values, dtype=torch.float32))
     _penalise(logits, request)
     if params.banned_until:
-        logits.index_fill_(0, request.bans(vocab_size), _NEVER)
+        logits.index_fill_(0, request.bans(vocab_size, len(request.tokens)), _NEVER)
 
 
 def _penalise(logits: torch.Tensor, request: SampleRequest) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from pyserve.plan import Row
+from pyserve.plan import Rows
 from pyserve.runner import Runner, Step, StepResult
 
 
@@ -58,14 +57,14 @@ class Steps:
             self._begun.append(begun)
         return begun
 
-    def start_behind(self, begun: Begun, rows: Items[Row], sources: list[int]) -> Begun:
-        """The decode step behind `begun`: row i computes what that one samples for its sample row `sources[i]`."""
+    def start_behind(self, rows: Rows, sources: list[int]) -> Begun:
+        """The decode step behind the one that runs: row i computes what that picks for its sample row `sources[i]`."""
         return self.start(self._runner.prepare_next(rows, sources))
 
     def can_start_behind(self, begun: Begun) -> bool:
         """Every row of `begun` samples, in the program's thread, and the program takes a second step."""
-        is_running = begun.step.is_plain and not begun.done.done()
-        return is_running and self._runner.can_follow and all(row.samples for row in begun.step.rows)
+        has_failed = begun.done.done() and begun.done.exception() is not None
+        return not has_failed and begun.step.is_plain and self._runner.can_follow and all(begun.step.rows.samples)
 
     async def abandon(self) -> None:
         """Waits for every step that was started; nobody wants what they give."""

@@ -22,7 +22,8 @@ LAYERS = (
     ("planner", "integrity", "residents"),
     ("ledger", "rates"),
     ("ops",),
-    ("models", "sampler", "kv_store", "host_arena", "disk_tier", "parked", "copies", "tiers", "park"),
+    ("sampler",),
+    ("models", "slot_sampling", "kv_store", "host_arena", "disk_tier", "parked", "copies", "tiers", "park"),
     ("runner",),
     ("generation", "steps"),
     ("task",),
@@ -35,7 +36,7 @@ LAYERS = (
     ("__main__",),
 )
 FENCES = {
-    "torch": {"ops", "models", "sampler", "kv_store", "host_arena", "disk_tier", "tiers", "runner"},
+    "torch": {"ops", "models", "sampler", "kv_store", "host_arena", "disk_tier", "tiers", "runner", "slot_sampling"},
     "starlette": {"http", "app"},
     "hypercorn": {"__main__"},
     "asyncio": {"engine", "generation", "handle", "serving", "steps", "park", "http", "app", "__main__"},

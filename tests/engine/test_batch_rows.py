@@ -6,9 +6,12 @@ import random
 from collections.abc import Sequence as Items
 from typing import cast
 
+import pytest
+import torch
+
 from pyserve.kv_store import KvStore
 from pyserve.ops import Program
-from pyserve.plan import Row
+from pyserve.plan import Row, Rows
 from pyserve.runner import Runner, Step
 from pyserve.sequence import Sequence
 from pyserve.types import SamplingParams, SequenceRequest
@@ -26,7 +29,11 @@ def new_sequence(dice: random.Random, number: int, slot: int) -> Sequence:
     prompt_len = dice.randrange(1, MAX_TOKENS // 2)
     prompt = tuple(range(number * MAX_TOKENS, number * MAX_TOKENS + prompt_len))
     scored = 2 if dice.random() < 0.3 else None
-    sequence = Sequence(number, SequenceRequest(prompt, SamplingParams(seed=number), prompt_logprobs=scored), 0)
+    sampling = SamplingParams(
+        temperature=number % 3 / 2, top_k=number % 50, top_p=0.5 + number % 5 / 10, min_p=number % 7 / 10, seed=number,
+        repeat_penalty=dice.choice([1.0, 1.0, 1.0, 1.1]), banned_until=dice.choice([(), (), ((2, 9),)]),
+    )  # fmt: skip
+    sequence = Sequence(number, SequenceRequest(prompt, sampling, prompt_logprobs=scored), 0)
     sequence.slot = slot
     for _ in range(dice.randrange(8) if dice.random() < 0.5 else 0):
         add_token(sequence)
@@ -68,6 +75,13 @@ def random_rows(dice: random.Random, residents: list[Sequence]) -> list[Row]:
     return rows
 
 
+def columns(rows: Items[Row]) -> Rows:
+    gathered = Rows()
+    for row in rows:
+        gathered.add(*row)
+    return gathered
+
+
 def firsts(rows: Items[Row]) -> list[int]:
     """Where each row's tokens begin in the batch."""
     at = [0]
@@ -81,7 +95,10 @@ def check_rows(step: Step, rows: Items[Row]) -> None:
     tokens, positions = step.batch.tokens.tolist(), step.batch.positions.tolist()
     slots, sample_rows = step.batch.sequences.tolist(), step.batch.sample_rows.tolist()
     table = step.batch.page_table.numpy()
-    sampling = iter(zip(step.requests, step.sample_at, strict=True))
+    tables = zip(step.ids, step.sampling.real.tolist(), step.sampling.whole.tolist(), step.sample_at, strict=True)
+    sampling = iter(tables)
+    requests = iter(step.sampling.requests)
+    is_plain = True
     scored = iter(step.scored)
     first = 0
     for sequence, start, length, samples in rows:
@@ -91,17 +108,26 @@ def check_rows(step: Step, rows: Items[Row]) -> None:
         assert slots[first:last] == [sequence.slot] * length
         assert table[sequence.slot, : len(sequence.pages)].tolist() == sequence.pages
         if samples:
-            request, at = next(sampling)
-            assert request.tokens is sequence.tokens and request.params is sequence.request.sampling
-            assert request.prompt_len == sequence.prompt_len
-            assert sample_rows[at] == last - 1
+            id, real, whole, at = next(sampling)
+            params = sequence.request.sampling
+            assert id == sequence.id and sample_rows[at] == last - 1
+            assert real == pytest.approx([params.temperature, params.top_p, params.min_p])
+            assert whole == [params.top_k, params.seed, start + length]
+            is_plain = is_plain and params.repeat_penalty == 1.0
+            if step.sampling.requests:
+                request = next(requests)
+                assert request.tokens is sequence.tokens and request.params is params
+                assert request.prompt_len == sequence.prompt_len
+            else:
+                assert params.repeat_penalty == 1.0 and not params.banned_until
         if sequence.request.prompt_logprobs is not None and start < sequence.prompt_len - 1:
             row, at = next(scored)
             assert row.sequence is sequence
             assert sample_rows[at : at + length] == list(range(first, last))
         first = last
     assert first == len(tokens) == len(positions) == len(slots)
-    assert next(sampling, None) is None and next(scored, None) is None
+    assert next(sampling, None) is None and next(scored, None) is None and next(requests, None) is None
+    assert step.sampling.is_plain == is_plain
 
 
 def check_same_map(whole: Step, narrowed: Step, rows: Items[Row], kept: Items[int]) -> None:
@@ -118,10 +144,14 @@ def check_same_map(whole: Step, narrowed: Step, rows: Items[Row], kept: Items[in
         assert after.tolist() == [values[index] for index in old]
     wanted = [index for index in whole.batch.sample_rows.tolist() if index in new]
     assert narrowed.batch.sample_rows.tolist() == [new[index] for index in wanted]
-    ids = {id(rows[row].sequence.tokens) for row in kept}
-    assert [id(each.tokens) for each in narrowed.requests] == [
-        id(e.tokens) for e in whole.requests if id(e.tokens) in ids
-    ]
+    ids = {rows[row].sequence.id for row in kept}
+    places = [place for place, id in enumerate(whole.ids) if id in ids]
+    assert narrowed.ids == [whole.ids[place] for place in places]
+    for before, after in (
+        (whole.sampling.real, narrowed.sampling.real),
+        (whole.sampling.whole, narrowed.sampling.whole),
+    ):
+        assert torch.equal(before[places], after)
 
 
 def test_rows_that_stay_are_the_same_whichever_rows_go() -> None:
@@ -133,8 +163,8 @@ def test_rows_that_stay_are_the_same_whichever_rows_go() -> None:
         change(dice, residents, NUM_SLOTS + number)
         rows = random_rows(dice, residents)
         kept = sorted(dice.sample(range(len(rows)), dice.randint(0, len(rows))))
-        whole = runner.prepare(rows)
-        narrowed = runner.prepare([rows[row] for row in kept])
+        whole = runner.prepare(columns(rows))
+        narrowed = runner.prepare(columns([rows[row] for row in kept]))
         check_rows(whole, rows)
         check_rows(narrowed, [rows[row] for row in kept])
         check_same_map(whole, narrowed, rows, kept)
