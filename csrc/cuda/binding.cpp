@@ -2,12 +2,12 @@
 //
 // The same binding serves nvcc's build and the emulated one of tests/cuda; there, memory of the device is the host's and the pool is a CPU tensor. torch gives
 // the GIL back around each of these calls.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <torch/library.h>
 
-#include <limits>
+#include <set>
+#include <utility>
 
 #include "../callable.h"
 #include "copies.h"
@@ -53,8 +53,8 @@ Pool pool_of(const Tensor& kv) {
   check_on_device(kv, "kv");
   check(kv.dim() == 6 && kv.size(2) == 2, "kv must be [pages, layers, 2, kv_heads, page_size, head_dim]");
   const at::ScalarType type = kv.scalar_type();
-  check(type == at::kHalf || type == at::kBFloat16, "kv must be float16 or bfloat16 on a CUDA device, not ", c10::toString(type));
-  const DType as = type == at::kHalf ? DType::f16 : DType::bf16;
+  check(type == at::kFloat || type == at::kHalf || type == at::kBFloat16, "kv must be float32, float16 or bfloat16, not ", c10::toString(type));
+  const DType as = type == at::kFloat ? DType::f32 : type == at::kHalf ? DType::f16 : DType::bf16;
   return Pool{static_cast<uint8_t*>(kv.data_ptr()), as, kv.size(0), kv.size(1), kv.size(3), kv.size(4), kv.size(5)};
 }
 
@@ -68,9 +68,11 @@ using DevicePtr = c10::intrusive_ptr<DeviceHolder>;
 
 DevicePtr open_device(int64_t index) { return c10::make_intrusive<DeviceHolder>(index); }
 
-// A tensor in memory that the device allocated, float16 or bfloat16; not zeroed.
-Tensor allocate(const DevicePtr& self, const Shape& shape, bool is_bfloat16) {
-  const at::ScalarType type = is_bfloat16 ? at::kBFloat16 : at::kHalf;
+// A tensor in memory that the device allocated; not zeroed.
+Tensor allocate(const DevicePtr& self, const Shape& shape, int64_t dtype) {
+  constexpr at::ScalarType types[] = {at::kFloat, at::kHalf, at::kBFloat16};  // of DType
+  check(dtype >= 0 && dtype <= 2, "dtype: there is no type ", dtype);
+  const at::ScalarType type = types[dtype];
   int64_t num_bytes = static_cast<int64_t>(c10::elementSize(type));
   for (const int64_t size : shape) num_bytes *= size;
   self->context->use();
@@ -265,17 +267,13 @@ void check_picking(const Picking& picking, int64_t num_rows, int64_t width) {
   }
 }
 
-// On the host, row by row, with the CPU's kernel. `logits` [R, width], changed in place.
-void pick_on_host(float* logits, int64_t width, const Picking& picking, int32_t* picked) {
-  static const auto sample_row = c10::Dispatcher::singleton()
-                                     .findSchemaOrThrow("pyserve::sample_row", "")
-                                     .typed<int64_t(const Tensor&, double, int64_t, double, double, int64_t, int64_t)>();
+Samplers samplers_of(const Picking& picking) {
+  Samplers samplers{picking.real.const_data_ptr<float>(), picking.whole.const_data_ptr<int64_t>(), {}};
+  std::set<std::pair<int64_t, int64_t>> bans;  // each once
   const int64_t* banned = picking.bans.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < picking.bans.size(0); ++i) logits[banned[2 * i] * width + banned[2 * i + 1]] = -std::numeric_limits<float>::infinity();
-  const float* real = picking.real.const_data_ptr<float>();
-  const int64_t* whole = picking.whole.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < picking.real.size(0); ++i, real += 3, whole += 3)
-    picked[i] = static_cast<int32_t>(sample_row.call(at::from_blob(logits + i * width, {width}, at::kFloat), real[0], whole[0], real[1], real[2], whole[1], whole[2]));
+  for (int64_t i = 0; i < picking.bans.size(0); ++i) bans.emplace(banned[2 * i], banned[2 * i + 1]);
+  for (const auto& [row, token] : bans) samplers.changes.push_back({static_cast<int32_t>(row), static_cast<int32_t>(token), 0.f, 0.f, 1.f, 0.f, 0.f, 1});
+  return samplers;
 }
 
 // The tokens of a step behind another: what that one picked, or, where the host does not know it, its places as -1 - i.
@@ -301,7 +299,6 @@ void start_program(const ProgramPtr& self, const Tensor& tokens, const Tensor& p
     check(sources->size(0) == positions.size(0), "sources must have ", positions.size(0), " values, as positions has, not ", sources->size(0));
   }
   auto step = std::make_shared<Started>(Started{at::empty({num_samples}, at::kInt)});
-  auto logits = std::make_shared<const float*>(nullptr);
   Program* program = &self->program;
   const bool is_greedy = picking.is_greedy();
   const auto post = [=] {
@@ -309,19 +306,10 @@ void start_program(const ProgramPtr& self, const Tensor& tokens, const Tensor& p
     const Tensor ids = sources.has_value() ? tokens_after(*before, *sources) : tokens;
     const bool follows = sources.has_value() && before->in_pinned != nullptr;
     const Batch batch = batch_of(ids, positions, sequences, page_table, sample_rows);
-    if (is_greedy) {
-      step->in_pinned = program->post_greedy(batch, pool_of(kv), follows);
-    } else {
-      *logits = program->post(batch, pool_of(kv), follows);
-    }
+    step->in_pinned = is_greedy ? program->post_greedy(batch, pool_of(kv), follows) : program->post_drawn(batch, pool_of(kv), follows, samplers_of(picking));
     step->has_failed = false;
   };
-  const auto finish = [=] {
-    step->has_failed = true;
-    pick_on_host(const_cast<float*>(*logits), width, picking, step->picked.data_ptr<int32_t>());
-    step->has_failed = false;
-  };
-  self->steps.start({post, is_greedy ? std::function<void()>() : finish});
+  self->steps.start({post, nullptr});
   self->started.push_back(step);
   self->latest = step;
 }

@@ -12,7 +12,7 @@
 //
 // Memory grows before anything is launched, and never while kernels that use it are under way: the host waits for them, which happens as long as steps get larger
 // than `expect` said. One run at a time; not copyable.
-// Not handled: KV in f32, heads of other sizes than 64, 80, 96, 128 and 256.
+// Not handled: heads of other sizes than 64, 80, 96, 128 and 256.
 #pragma once
 #include <cstdint>
 #include <deque>
@@ -29,6 +29,12 @@
 #include "inputs.h"
 
 namespace pyserve::cuda {
+
+struct Samplers {  // of a step's samples, on the host: as pyserve_cuda_draw has them
+  const float* real;
+  const int64_t* whole;
+  std::vector<LogitChange> changes;
+};
 
 class Program {
  public:
@@ -63,6 +69,7 @@ class Program {
   // the one that the step posted before picks for its sample i.
   const float* post(const Batch& batch, const Pool& pool, bool follows);
   const int32_t* post_greedy(const Batch& batch, const Pool& pool, bool follows);
+  const int32_t* post_drawn(const Batch& batch, const Pool& pool, bool follows, const Samplers& samplers);  // the CPU sampler's tokens
 
   void use_graphs(bool are_used);
   Graphs::Counts graph_counts() { return graphs_.counts(); }
@@ -138,6 +145,8 @@ class Program {
   void launch(const Batch& batch, const Pool& pool, bool is_picking, bool follows);
   const float* launch_and_read(const Batch& batch, const Pool& pool, bool follows);
   const int32_t* launch_and_pick(const Batch& batch, const Pool& pool, bool follows);
+  const int32_t* read_picked(int64_t num_samples);
+  void draw(const Samplers& samplers, int64_t num_samples);
   std::unique_lock<std::mutex> lock_running();
 
   const std::shared_ptr<DeviceContext> device_;
@@ -157,13 +166,14 @@ class Program {
   Memory staging_[2]{Memory(Place::host), Memory(Place::host)};  // of the steps under way, in turn
   Memory picked_on_host_[2]{Memory(Place::host), Memory(Place::host)};
   Memory logits_on_host_{Place::host};
+  Memory samplers_, samplers_on_host_[2]{Memory(Place::host), Memory(Place::host)};
   bool are_graphs_used_ = true;
   const uint8_t* pool_ = nullptr;  // of the latest step
   std::mutex running_;
   Graphs graphs_;  // ends first: it records launches of this program
 };
 
-// Bytes of a weight as `Program` wants it: floats as in the file, q8_0, q4_0 and q4_1 packed by pyserve_cuda_pack; -1 for what the device does not have.
+// Bytes of a weight as `Program` wants it: floats as in the file, quantised types packed by pyserve_cuda_pack; -1 for what the device does not have.
 int64_t packed_size(WeightType type, int64_t rows, int64_t cols);
 
 }  // namespace pyserve::cuda

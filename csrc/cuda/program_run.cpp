@@ -11,7 +11,6 @@ void Program::check(const Batch& batch, const Pool& pool, bool follows) const {
     pyserve::check(pool.num_layers >= num_layers_, "kv: must have ", num_layers_, " layers, not ", pool.num_layers);
     check_equal(pool.num_kv_heads, shape_->num_kv_heads, "kv: its kv heads");
     check_equal(pool.head_dim, shape_->head_dim, "kv: its head_dim");
-    pyserve::check(pool.type != DType::f32, "kv must be float16 or bfloat16 on a CUDA device, not float32");
     pyserve::check(pool.page_size > 0 && pool.num_pages > 0, "kv: must not be empty");
   }
   pyserve::check(batch.rows.num_rows > 0 && batch.rows.num_rows <= max_tokens_, "tokens: their number must be in 1..", max_tokens_, ", not ",
@@ -133,6 +132,11 @@ Program::Step Program::place_decode(const Batch& batch, const Pool& pool, const 
 
 void Program::attend(Step& step, const Register& from, const Register& to, const AttentionSpec& spec) {
   constexpr auto f32 = static_cast<int64_t>(DType::f32);
+  if (step.pool.type == DType::f32) {
+    const Matrix q{from.f32.as<float>(), f32, from.width}, out{to.f32.as<float>(), f32, to.width};
+    must(pyserve_cuda_attention_f32(&q, &spec, &step.pool, &step.rows, &out, step.stream), "attention");
+    return;
+  }
   for (const Range& range : step.alone) {
     const Matrix q{from.f32.as<float>() + range.first * from.width, f32, from.width}, out{to.f32.as<float>() + range.first * to.width, f32, to.width};
     StepRows rows = step.rows;
@@ -203,10 +207,35 @@ const float* Program::launch_and_read(const Batch& batch, const Pool& pool, bool
 
 const int32_t* Program::launch_and_pick(const Batch& batch, const Pool& pool, bool follows) {
   launch(batch, pool, true, follows);
+  return read_picked(batch.num_samples);
+}
+
+const int32_t* Program::read_picked(int64_t num_samples) {
   Memory& picked = picked_on_host_[(num_launched_ - 1) % 2];
-  if (batch.num_samples > 0)
-    must(pyserve_cuda_copy(picked.as<void>(), picked_.as<void>(), batch.num_samples * 4, 1, device_->compute()), "reading tokens back");
+  if (num_samples > 0) must(pyserve_cuda_copy(picked.as<void>(), picked_.as<void>(), num_samples * 4, 1, device_->compute()), "reading tokens back");
   return picked.as<int32_t>();
+}
+
+// Behind the step launched last: its samplers go to the device in one copy, bans and penalties change its logits, tokens are drawn.
+void Program::draw(const Samplers& samplers, int64_t num_samples) {
+  const int64_t whole_bytes = num_samples * 24, real_bytes = num_samples * 12, changes_at = whole_bytes + real_bytes;
+  const int64_t num_changes = static_cast<int64_t>(samplers.changes.size()), num_bytes = changes_at + num_changes * static_cast<int64_t>(sizeof(LogitChange));
+  Memory& staging = samplers_on_host_[(num_launched_ - 1) % 2];
+  staging.need(num_bytes);  // its last step has been collected
+  if (num_bytes > samplers_.num_bytes()) device_->finish_step();
+  samplers_.need(num_bytes);
+  uint8_t* to = staging.as<uint8_t>();
+  std::copy_n(samplers.whole, num_samples * 3, staging.as<int64_t>());
+  std::copy_n(samplers.real, num_samples * 3, reinterpret_cast<float*>(to + whole_bytes));
+  std::copy_n(samplers.changes.data(), num_changes, reinterpret_cast<LogitChange*>(to + changes_at));
+  void* stream = device_->compute();
+  must(pyserve_cuda_copy(samplers_.as<void>(), staging.as<void>(), num_bytes, 0, stream), "uploading the samplers");
+  const uint8_t* there = samplers_.as<uint8_t>();
+  const Register& logits = registers_[static_cast<size_t>(*logits_)];
+  must(pyserve_cuda_change_logits(logits.f32.as<float>(), logits.width, reinterpret_cast<const LogitChange*>(there + changes_at), num_changes, stream), "bans");
+  must(pyserve_cuda_draw(logits.f32.as<float>(), logits.width, logits.width, reinterpret_cast<const float*>(there + whole_bytes),
+                         reinterpret_cast<const int64_t*>(there), num_samples, picked_.as<int32_t>(), stream),
+       "sampling");
 }
 
 const float* Program::post(const Batch& batch, const Pool& pool, bool follows) {
@@ -217,6 +246,13 @@ const float* Program::post(const Batch& batch, const Pool& pool, bool follows) {
 const int32_t* Program::post_greedy(const Batch& batch, const Pool& pool, bool follows) {
   const auto lock = lock_running();
   return launch_and_pick(batch, pool, follows);
+}
+
+const int32_t* Program::post_drawn(const Batch& batch, const Pool& pool, bool follows, const Samplers& samplers) {
+  const auto lock = lock_running();
+  launch(batch, pool, false, follows);
+  draw(samplers, batch.num_samples);
+  return read_picked(batch.num_samples);
 }
 
 const float* Program::run(const Batch& batch, const Pool& pool) {

@@ -23,7 +23,7 @@ from pyserve.ops.weights import PackedWeight
 
 log = logging.getLogger("pyserve.device")
 
-POOL_TYPES = (torch.float16, torch.bfloat16)
+POOL_TYPES = (torch.float32, torch.float16, torch.bfloat16)  # in the order of DType in csrc/ops.h
 
 
 def pack(type_name: str, raw: torch.Tensor | np.ndarray, rows: int, cols: int) -> PackedWeight:
@@ -139,9 +139,9 @@ class CudaMemory:
         """As `ops.allocate_pool`, not zeroed: a cell is written before it is read."""
         shape = [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]
         if dtype not in POOL_TYPES:
-            raise ValueError(f"dtype must be float16 or bfloat16 on a CUDA device, not {dtype}")
+            raise ValueError(f"dtype must be float32, float16 or bfloat16 on a CUDA device, not {dtype}")
         try:
-            pool: torch.Tensor = self._device.allocate(shape, dtype == torch.bfloat16)
+            pool: torch.Tensor = self._device.allocate(shape, POOL_TYPES.index(dtype))
         except RuntimeError as error:
             num_bytes = math.prod(shape) * dtype.itemsize
             raise MemoryError(f"the pool of {num_bytes >> 20} MiB: {first_line(error)}") from None

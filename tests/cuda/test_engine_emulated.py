@@ -307,8 +307,6 @@ def test_how_pages_are_copied_is_measured_at_the_start_and_said(
 
 
 def test_what_the_device_does_not_have_is_said_in_one_line(device: Device, model: Model) -> None:
-    with pytest.raises(SettingsError, match=f"--kv-type f32 is not possible on {DEVICE}"):
-        run(model, [], **{**FULL_POOL, "kv_type": "f32"})
     with pytest.raises(ValueError, match="head_dim must be 64, 80, 96, 128 or 256"):
         shape = ops.AttentionShape(0, 2, 1, 16)
         program = device.program(max_tokens=4, max_samples=4, num_threads=1)
