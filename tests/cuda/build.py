@@ -121,7 +121,10 @@ def build_emulated(*sources: str | Path, sanitizer: str = "", defines: Sequence[
     objects = [_object(path, [*flags, *(f"-D{define}" for define in defines)]) for path in paths]
     objects += [_object(path, emulator_flags) for path in sorted(EMULATOR.glob("*.cpp"))]
     command = [CXX, "-shared", "-pthread", "-Wl,-Bsymbolic", "-Wl,-z,defs", *flags, *map(str, objects), "-ldl"]
-    stem = "-".join([*(path.stem for path in paths), sanitizer or "plain"])
+    names = [path.stem for path in paths]
+    if len(names) > 8:  # file names have a limit
+        names[8:] = [f"{len(names) - 8}_more"]
+    stem = "-".join([*names, sanitizer or "plain"])
     return _made(f"{stem}-{_digest(command)}.so", command)
 
 
