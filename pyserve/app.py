@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from pyserve.disk_folder import check_directory
 from pyserve.errors import ModelFileError, PyserveError, SettingsError
+from pyserve.http.answers import SERVER_SEND
 from pyserve.http.errors import unknown_path
 from pyserve.http.gate import Gate
 from pyserve.http.routes import make_routes
@@ -51,6 +52,7 @@ class App:
             return
         self.make()
         assert self._starlette is not None
+        scope[SERVER_SEND] = send
         await self._starlette(scope, receive, send)
 
     async def drain(self) -> None:

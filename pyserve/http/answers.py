@@ -44,6 +44,9 @@ from pyserve.types import (
 if TYPE_CHECKING:
     from pyserve.generation import Generation
 
+# Where the scope keeps the server's own `send`. A stream that has begun needs nothing of what the middlewares
+# wrapped around it for answers that have not.
+SERVER_SEND = "pyserve.send"
 CUT_TIMEOUT_S = 1.0  # for the last words to a client that may have stopped reading
 
 
@@ -163,6 +166,7 @@ class EventStream(GenerationResponse):
             return
         notices = sse.Notices(self.job.comments, self.job.ping_interval_s, loop.time())
         await send({"type": "http.response.start", "status": 200, "headers": sse.RAW_HEADERS})
+        send = scope.get(SERVER_SEND, send)
         frames: list[bytes] = []
         try:
             while self._num_open:
