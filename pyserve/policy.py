@@ -28,8 +28,8 @@ def restore_order(sequence: Sequence) -> RestoreKey:
 class Policy:
     """`victim`: among those that are not the leader, the starved last, whom to park first. `restore`: who comes back
     first. `admission`: who waits at the head; None: who came first. `max_passed`: how many of the waiting, at most, are
-    looked at behind one that does not fit, and may pass it. `predicted_tokens`: the answer that admission keeps room for, its own and those of everybody who runs; 0:
-    nothing beyond the runway.
+    looked at behind one that does not fit, and may pass it. `predicted_tokens`: the answer that admission keeps room
+    for, its own and those of everybody who runs; 0: nothing beyond the runway.
     """
 
     victim: Callable[[Pool, Sequence], float] = fewest_own_pages
