@@ -43,7 +43,7 @@ PARTS: dict[str, tuple[Callable[[Machine], Result], float]] = {  # and how long 
     "park": (copy_speed.park, 60),
     "gaps": (copy_speed.gaps, 60),
     "copy speeds": (copy_speed.copy_speeds, 120),
-    "decode steps": (steps.decode_steps, 200),  # with the build of the extension
+    "decode steps": (steps.decode_steps, 240),  # with the build of the extension
     "kernel tests": (outside.kernel_tests, 210),
     "engine tests": (outside.engine_tests, 160),
 }

@@ -24,7 +24,7 @@ def decode_steps(machine: Machine) -> Result:
         raise NotHere(f"torch: {version}")
     if not machine.is_dry:
         os.environ["TORCH_CUDA_ARCH_LIST"] = machine.capability  # what is built is for this GPU alone
-    num_rows, num_steps, num_layers = (3, 6, 2) if machine.is_dry else (16, 400, 16)
+    num_rows, num_steps, num_layers = (4, 6, 2) if machine.is_dry else (16, 400, 16)
     model = SmallModel("cuda-emulated" if machine.is_dry else "cuda", num_rows, num_layers)
     ways = {"plain": model.one_by_one, "graphs": model.one_by_one, "ahead": model.ahead}
     tokens, ms = {}, {}
