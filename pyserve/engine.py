@@ -29,7 +29,6 @@ If a request waits and neither is the case, the watchdog says so in the log and 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Sequence as Items
@@ -41,7 +40,7 @@ from pyserve.ledger import Ledger
 from pyserve.park import Parking
 from pyserve.plan import Failure, Plan
 from pyserve.runner import Runner, Step, StepResult
-from pyserve.sequence import Sequence
+from pyserve.sequence import Sequence, make_group
 from pyserve.snapshot import take_snapshot
 from pyserve.steps import Begun, Steps
 from pyserve.task import Task
@@ -84,16 +83,14 @@ class Engine:
         self._arrivals: list[list[Sequence]] = []
         self._cancels: list[int] = []
         self._outbox: list[tuple[Generation, Event]] = []
-        self._sequence_ids = itertools.count()
-        self._group_ids = itertools.count()
+        self._next_id = 0  # of sequences; a group's is its first sequence's
         self._transfers = Transfers(ledger, parking, self._tasks, self.counters, self._post)
         self._wake = asyncio.Event()
         self._steps = Steps(runner)
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="pyserve-copy-wait")
         self._gaps: list[float] = []  # seconds between tokens, of the step that is being counted
         self._ahead: Begun | None = None  # the step behind the one that was awaited last
-        self._is_stopping = False
-        self._is_stuck = False
+        self._is_stopping = self._is_stuck = False
         self._last_step_at_s = time.monotonic()
         self._snapshot: Snapshot | None = None  # of this iteration, once somebody has asked
         self.is_empty = asyncio.Event()  # no request is open
@@ -117,19 +114,12 @@ class Engine:
 
     def submit(self, requests: Items[SequenceRequest], request_id: str) -> Generation:
         """Queue the sequences of one request; the caller has checked them."""
-        group_id = next(self._group_ids)
-        now_s = time.monotonic()
-        first_id = next(self._sequence_ids)
+        now_s, first_id = time.monotonic(), self._next_id
+        self._next_id += len(requests)
         generation = Generation(len(requests), lambda index: self._cancel(first_id + index))
-        group: list[Sequence] = []
-        leaders: dict[tuple[int, ...], int] = {}  # prompt -> the sequence that computes it for the others
-        for index, request in enumerate(requests):
-            sequence_id = first_id if index == 0 else next(self._sequence_ids)
-            sequence = Sequence(sequence_id, request, group_id=group_id, index=index)
-            sequence.prompt_leader = leaders.get(request.prompt)
-            leaders.setdefault(request.prompt, sequence.id)
+        group = make_group(requests, group_id=first_id, first_id=first_id)
+        for sequence in group:
             self._tasks[sequence.id] = Task(sequence, generation, request_id, submitted_s=now_s)
-            group.append(sequence)
         self._arrivals.append(group)
         self.is_empty.clear()
         self._wake.set()
@@ -192,10 +182,8 @@ class Engine:
             return None
         running = begun.step.rows
         places = [place for place, sequence in enumerate(running.sequences) if self._goes_on(sequence)]
-        if not places:
-            return None
         rows = running.following(places)
-        is_allowed = self._ledger.may_follow(rows, self._plan(time.monotonic()))
+        is_allowed = bool(places) and self._ledger.may_follow(rows, self._plan(time.monotonic()))
         return self._steps.start_behind(rows, places) if is_allowed else None
 
     def _goes_on(self, sequence: Sequence) -> bool:

@@ -18,17 +18,17 @@ can find no page, because the planner is off, wrong, or not allowed to park: tha
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from dataclasses import replace
 
 from pyserve import integrity, planner
+from pyserve.census import Census
 from pyserve.errors import Unavailable
 from pyserve.plan import Admission, Failure, Limits, Park, Plan, Restore, Rows
 from pyserve.policy import Policy
 from pyserve.pool import Pool
-from pyserve.prefix import Node, PrefixCache
+from pyserve.prefix import PrefixCache
 from pyserve.residents import Residents
 from pyserve.sequence import Sequence, State, Tier, pass_leadership
 from pyserve.view import Room, View, none_spared
@@ -36,98 +36,16 @@ from pyserve.view import Room, View, none_spared
 __all__ = ["Ledger", "Limits"]
 
 
-class Ledger:
+class Ledger(Census):
     """One pool and everyone on it."""
 
     def __init__(self, limits: Limits, policy: Policy | None = None) -> None:
         self.limits = limits
         pool = Pool(limits.num_pages)
-        self._view = View(limits, pool, PrefixCache(pool, limits.page_size), policy or Policy())
+        super().__init__(View(limits, pool, PrefixCache(pool, limits.page_size), policy or Policy()))
         self._view.free_slots = list(range(limits.num_slots))
-        self._slots: list[Sequence | None] = [None] * limits.num_slots
-        self._filling: dict[int, int] = {}  # pages that a restore's copy writes, by sequence id
         self._room = Room(limits.page_size, 0)  # what the parks of this iteration have left of it
         self._residents = Residents(self._view)
-
-    # What there is
-
-    @property
-    def free_pages(self) -> int:
-        return self._view.pool.num_free
-
-    @property
-    def cached_pages(self) -> int:
-        """Pages that only the prompt cache holds."""
-        return self._view.pool.num_cached
-
-    @property
-    def cache_map(self) -> bytes:
-        """One byte per page, not 0 where the prompt cache knows the page, held or not."""
-        return bytes(self._view.pool.is_cached)
-
-    @property
-    def transfer_pages(self) -> int:
-        """Pages whose only use is a copy in flight, out of them or into them."""
-        return self._view.pool.num_leaving + sum(self._filling.values())
-
-    @property
-    def held_pages(self) -> int:
-        return self._view.pool.num_held - sum(self._filling.values())
-
-    @property
-    def num_running(self) -> int:
-        return len(self._view.running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._view.waiting)
-
-    @property
-    def num_parked(self) -> int:
-        """Parked sequences and those on their way there."""
-        return len(self._view.parked) + len(self._view.preempting)
-
-    @property
-    def waiting(self) -> deque[Sequence]:
-        """In order of arrival; not to be changed."""
-        return self._view.waiting
-
-    @property
-    def is_idle(self) -> bool:
-        """Nobody is here, and no copy is in flight."""
-        return not self._view.live and not self._view.departing and not self._view.overdue
-
-    @property
-    def is_copying(self) -> bool:
-        return self._view.is_copying
-
-    def live(self) -> list[Sequence]:
-        """Everybody who has not ended, in order of arrival."""
-        return list(self._view.live.values())
-
-    def running(self) -> list[Sequence]:
-        return list(self._view.running.values())
-
-    def preempting(self) -> list[Sequence]:
-        return list(self._view.preempting.values())
-
-    def restoring(self) -> list[Sequence]:
-        return list(self._view.restoring.values())
-
-    def departing(self) -> list[Sequence]:
-        """Ended, with a copy in flight."""
-        return list(self._view.departing.values())
-
-    def parked(self) -> list[Sequence]:
-        """In the order in which they come back."""
-        return sorted(self._view.parked.values(), key=self._view.policy.restore)
-
-    def sequence_in_slot(self, slot: int) -> Sequence | None:
-        return self._slots[slot]
-
-    def common_pages(self, sequence: Sequence) -> tuple[list[Node], int]:
-        """Its leading pages as the prompt cache knows them, and how many of them others hold or copy out as well."""
-        return self._view.cache.common(sequence.pages)
 
     # Arrivals
 

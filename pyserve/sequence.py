@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING
 
@@ -129,6 +130,16 @@ class Sequence:
             f"Sequence({self.id}, {self.state.value}, computed {self.num_computed} of {len(self.tokens)}, "
             f"{len(self.pages)} pages)"
         )
+
+
+def make_group(requests: Items[SequenceRequest], group_id: int, first_id: int) -> list[Sequence]:
+    """The sequences of one request, with ids from `first_id` on. The first with a prompt leads the others with it."""
+    leaders: dict[tuple[int, ...], int] = {}  # prompt -> the sequence that computes it for the others
+    group: list[Sequence] = []
+    for index, request in enumerate(requests):
+        group.append(Sequence(first_id + index, request, group_id, index, leaders.get(request.prompt)))
+        leaders.setdefault(request.prompt, first_id + index)
+    return group
 
 
 def pass_leadership(leader: Sequence, waiting: Iterable[Sequence]) -> None:

@@ -19,7 +19,7 @@ LAYERS = (
     ("plan", "pool", "prefix", "sequence", "page_runs"),
     ("policy",),
     ("view",),
-    ("planner", "integrity", "residents"),
+    ("census", "planner", "integrity", "residents"),
     ("ledger", "rates"),
     ("ops",),
     ("sampler",),
@@ -43,7 +43,8 @@ FENCES = {
 }
 # What the pure core may import from outside: no torch, no clock, no input or output.
 PURE = {
-    "plan", "pool", "prefix", "sequence", "page_runs", "policy", "view", "residents", "planner", "integrity", "ledger",
+    "plan", "pool", "prefix", "sequence", "page_runs", "policy", "view", "census", "residents", "planner",
+    "integrity", "ledger",
 }  # fmt: skip
 PURE_MAY_IMPORT = {
     "__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools",
