@@ -2,7 +2,8 @@
 
 Order: the extension that `pip install` built for this torch version; then a build in the cache; then a new build with
 ninja. A cached build is named after a hash of the sources, the flags, the compiler and the torch version, so finding
-it again reads some small files and starts nothing. Object files are kept beside it, so that a changed source compiles
+it again reads some small files and starts nothing. What is compiled is a copy of the sources, which nobody edits
+meanwhile, and the library is named after the copy. Object files are kept beside it, so that a changed source compiles
 alone. One file lock per folder keeps two processes from building at once; the one that waited finds the result of the
 other.
 """
@@ -58,7 +59,7 @@ def built() -> Path:
             return path
         with locked(folder):
             if not path.is_file():
-                _compile(csrc, folder, path)
+                _compile(copied(csrc, folder / "sources"), folder)
 
 
 def source_folder() -> Path:
@@ -110,7 +111,21 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _compile(csrc: Path, folder: Path, path: Path) -> None:
+def copied(csrc: Path, copy: Path) -> Path:
+    """Makes `copy` hold the sources as they are now. What is the same stays untouched: its objects need no compiler."""
+    wanted = {path.relative_to(csrc): path.read_bytes() for path in [*flags.sources(csrc), *flags.headers(csrc)]}
+    for old in [path for path in copy.rglob("*") if path.is_file() and path.relative_to(copy) not in wanted]:
+        old.unlink()
+    for name, text in wanted.items():
+        path = copy / name
+        if not path.is_file() or path.read_bytes() != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text)
+    return copy
+
+
+def _compile(csrc: Path, folder: Path) -> None:
+    """Builds and publishes what `csrc`, a copy, holds."""
     if shutil.which(compiler()) is None:
         raise BuildError(
             f"no C++ compiler: {compiler()} is not on PATH; install it (Debian: apt-get install g++) or set CXX"
@@ -123,6 +138,9 @@ def _compile(csrc: Path, folder: Path, path: Path) -> None:
         file=sys.stderr,
         flush=True,
     )
+    name = f"pyserve_{fingerprint(csrc)}"
+    # torch builds a name once in a process, unless a source (no header) changed, and then under a name of its own.
+    fresh = f"{name}_{time.monotonic_ns()}"
     objects = folder / "objects"
     objects.mkdir(exist_ok=True)
     (objects / "lock").unlink(
@@ -131,7 +149,7 @@ def _compile(csrc: Path, folder: Path, path: Path) -> None:
     try:
         with _ninja_on_path():
             cpp_extension.load(
-                name="pyserve_ops",
+                name=fresh,
                 sources=[str(source) for source in flags.sources(csrc)],
                 extra_cflags=flags.COMPILE_FLAGS,
                 extra_ldflags=["-shared", *flags.LINK_FLAGS],
@@ -142,14 +160,13 @@ def _compile(csrc: Path, folder: Path, path: Path) -> None:
             )
     except (RuntimeError, OSError) as error:
         raise BuildError(f"building the extension in {objects} failed: {error}") from error
-    if path.stem == f"pyserve_{fingerprint(csrc)}":  # else somebody edited a source meanwhile: it is built again
-        _publish(objects / "pyserve_ops", path)
+    _publish(objects / fresh, folder / f"{name}.so")
     print(f"building extension: done in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
 
 def _publish(built_file: Path, path: Path) -> None:
     unfinished = path.with_suffix(".tmp")
-    shutil.copyfile(built_file, unfinished)
+    shutil.move(built_file, unfinished)
     unfinished.replace(path)  # whole or not there: another process may be looking without the lock
     for old in sorted(path.parent.glob("pyserve_*.so"), key=lambda file: file.stat().st_mtime, reverse=True)[
         _KEPT_BUILDS:

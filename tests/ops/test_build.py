@@ -96,11 +96,11 @@ def test_the_fingerprint_follows_every_source_and_flag(tmp_path: Path, monkeypat
 def test_many_at_once_build_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_builds = 0
 
-    def compile_slowly(csrc: Path, folder: Path, path: Path) -> None:
+    def compile_slowly(csrc: Path, folder: Path) -> None:
         nonlocal num_builds
         num_builds += 1
         time.sleep(0.2)
-        path.write_text("built")
+        (folder / f"pyserve_{build.fingerprint(csrc)}.so").write_text("built")
 
     monkeypatch.setenv("PYSERVE_BUILD_DIR", str(tmp_path))
     monkeypatch.setattr(build, "_compile", compile_slowly)
@@ -193,18 +193,51 @@ if torch.ops.pyserve.isa() == WANTED:
     assert result.returncode == 0, result.stderr
 
 
-def test_a_source_edited_during_a_build_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was compiled may be half old and half new, so it must not be found under either name."""
-    names = ["before", "after", "after"]
-    monkeypatch.setattr(build, "fingerprint", lambda csrc: names.pop(0) if len(names) > 1 else names[0])
-    monkeypatch.setenv("PYSERVE_BUILD_DIR", str(tmp_path))
-    wanted: list[str] = []
+def answers(library: Path) -> tuple[int, int]:
+    """What a small library of two sources says, asked in a process of its own."""
+    result = python(f"import ctypes; it = ctypes.CDLL({str(library)!r}); print(it.first(), it.second())")
+    assert result.returncode == 0, result.stderr
+    first, second = map(int, result.stdout.split())
+    return first, second
 
-    def load(*, build_directory: str, **options: object) -> None:
-        wanted.append(build_directory)
-        (Path(build_directory) / "pyserve_ops").write_text(f"build {len(wanted)}")
 
-    monkeypatch.setattr("torch.utils.cpp_extension.load", load)
+@pytest.fixture
+def small_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    csrc = tmp_path / "csrc"
+    (csrc / "cpu").mkdir(parents=True)
+    (csrc / "ops.h").write_text("#define VALUE 1\n")
+    (csrc / "registration.cpp").write_text('#include "ops.h"\nextern "C" int first() { return VALUE; }\n')
+    (csrc / "cpu" / "second.cpp").write_text('#include "../ops.h"\nextern "C" int second() { return VALUE; }\n')
+    monkeypatch.setenv("PYSERVE_BUILD_DIR", str(tmp_path / "build"))
+    monkeypatch.setattr(build, "source_folder", lambda: csrc)
+    monkeypatch.setattr(flags, "COMPILE_FLAGS", ["-fvisibility=default"])
+    return csrc
+
+
+def test_every_change_is_built_by_the_process_that_built_before(small_tree: Path) -> None:
+    assert answers(build.built()) == (1, 1)
+    (small_tree / "ops.h").write_text("#define VALUE 2\n")
+    assert answers(build.built()) == (2, 2)
+    (small_tree / "cpu" / "second.cpp").write_text('extern "C" int second() { return 3; }\n')
+    assert answers(build.built()) == (2, 3)
+    published = build.built()
+    published.unlink()
+    assert answers(build.built()) == (2, 3)
+
+
+def test_a_source_edited_during_a_build_is_built_again(small_tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is published under a name is what the sources of that name say, not half of what came after."""
+    from torch.utils import cpp_extension
+
+    load = cpp_extension.load
+    before = build.fingerprint(small_tree)
+
+    def load_and_edit(**options: object) -> None:
+        (small_tree / "ops.h").write_text("#define VALUE 2\n")
+        load(**options)
+        (small_tree / "cpu" / "second.cpp").write_text('extern "C" int second() { return 3; }\n')
+
+    monkeypatch.setattr(cpp_extension, "load", load_and_edit)
     path = build.built()
-    assert (path.name, path.read_text(), len(wanted)) == ("pyserve_after.so", "build 2", 2)
-    assert [found.name for found in path.parent.glob("*.so")] == ["pyserve_after.so"]
+    assert path.stem == f"pyserve_{build.fingerprint(small_tree)}" and answers(path) == (2, 3)
+    assert answers(path.with_name(f"pyserve_{before}.so")) == (1, 1)
