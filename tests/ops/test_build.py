@@ -10,6 +10,7 @@ import tarfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -232,7 +233,7 @@ def test_a_source_edited_during_a_build_is_built_again(small_tree: Path, monkeyp
     load = cpp_extension.load
     before = build.fingerprint(small_tree)
 
-    def load_and_edit(**options: object) -> None:
+    def load_and_edit(**options: Any) -> None:
         (small_tree / "ops.h").write_text("#define VALUE 2\n")
         load(**options)
         (small_tree / "cpu" / "second.cpp").write_text('extern "C" int second() { return 3; }\n')
