@@ -1,7 +1,7 @@
 // The order in which threads and blocks run, and launches.
 #include "engine.h"
 
-#include <sched.h>
+#include <unistd.h>
 
 #include <cstdarg>
 #include <cstdio>
@@ -42,8 +42,8 @@ uint32_t warp_priority[kMaxThreads / kWarpSize], thread_priority[kMaxThreads];
 // Not a std::mutex: TSan would take it for an order between streams that CUDA does not give.
 class LaunchLock {
  public:
-  LaunchLock() {
-    while (__atomic_test_and_set(&is_held, __ATOMIC_ACQUIRE)) sched_yield();
+  LaunchLock() {  // kernels take milliseconds: who spins takes their core
+    while (__atomic_test_and_set(&is_held, __ATOMIC_ACQUIRE)) usleep(100);
   }
   ~LaunchLock() { __atomic_clear(&is_held, __ATOMIC_RELEASE); }
 
@@ -229,28 +229,26 @@ bool is_skipped(Site site) {
 }
 
 namespace {
-cudaError_t shape_error(dim3 grid, dim3 block, size_t shared_bytes) {
+bool is_good_shape(dim3 grid, dim3 block, size_t shared_bytes) {
   const uint64_t num_threads = uint64_t{block.x} * block.y * block.z;
-  const bool is_good = num_threads >= 1 && num_threads <= kMaxThreads && block.z <= 64 && grid.x >= 1 && grid.x <= 0x7fffffffu && grid.y >= 1 &&
-                       grid.y <= 65535 && grid.z >= 1 && grid.z <= 65535 && shared_bytes <= engine.config.shared_limit;
-  if (is_good) return cudaSuccess;
+  return num_threads >= 1 && num_threads <= kMaxThreads && block.z <= 64 && grid.x >= 1 && grid.x <= 0x7fffffffu && grid.y >= 1 && grid.y <= 65535 &&
+         grid.z >= 1 && grid.z <= 65535 && shared_bytes <= engine.config.shared_limit;
+}
+}  // namespace
+
+// Does not wait for a kernel that runs, as posting does not.
+cudaError_t check_shape(dim3 grid, dim3 block, size_t shared_bytes) {
+  if (is_good_shape(grid, block, shared_bytes)) return cudaSuccess;
+  LaunchLock lock;
   std::snprintf(host.error_text, sizeof host.error_text, "bad launch: grid (%u,%u,%u) block (%u,%u,%u) with %zu bytes of dynamic shared memory", grid.x,
                 grid.y, grid.z, block.x, block.y, block.z, shared_bytes);
   engine.error = host.error_text;
   return cudaErrorInvalidConfiguration;
 }
-}  // namespace
-
-cudaError_t check_shape(dim3 grid, dim3 block, size_t shared_bytes) {
-  LaunchLock lock;
-  return shape_error(grid, block, shared_bytes);
-}
 
 cudaError_t run_kernel(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body) {
   LaunchLock lock;
   engine.error = nullptr;
-  const cudaError_t shape = shape_error(grid, block, shared_bytes);
-  if (shape != cudaSuccess) return shape;
   const uint64_t num_blocks = uint64_t{grid.x} * grid.y * grid.z;
   const unsigned num_threads = block.x * block.y * block.z;
   grow(num_threads);

@@ -50,7 +50,7 @@ bool spoils_recording();  // by the calling thread; to be asked by whatever must
 void count_wait();        // a host thread waits for the device
 bool is_in_use(Range range);  // by work that has not run yet
 void wait_for_all();
-void wait_until_idle();  // also on a device that has failed, whose work comes to nothing
+void wait_until_idle();  // and destroyed streams are gone; also on a device that has failed, whose work comes to nothing
 
 struct Knobs {
   int delay_us = 0;                  // before each operation of the copy engines

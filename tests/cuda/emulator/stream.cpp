@@ -28,6 +28,7 @@ namespace {
 struct Job {
   std::function<cudaError_t()> work;
   std::shared_ptr<Mark> waits_for;
+  bool is_mark = false;  // is done on a dead device too: nobody waits for ever, not even after emulator_reset
   std::vector<Range> uses;
   std::shared_ptr<Job> next;  // no container: TSan sees what containers allocate and move behind the lock that it does not see
   char posted;                // its address stands for the moment of posting
@@ -70,7 +71,7 @@ bool can_run(const CUstream_st& stream) {
 void run(Job& job) {
   happens_after(&job.posted);
   if (job.waits_for != nullptr) happens_after(job.waits_for.get());
-  if (!job.work || device_error() != cudaSuccess) return;
+  if (!job.work || (device_error() != cudaSuccess && !job.is_mark)) return;
   const cudaError_t error = job.work();
   if (error != cudaSuccess) fail_device(error);
 }
@@ -96,11 +97,14 @@ void serve(CUstream_st* stream) {
     all.changed.notify_all();
   }
   Quiet quiet;
-  std::lock_guard<std::mutex> lock(all.mutex);
-  for (int i = 0; i < all.num_streams; ++i) {
-    if (all.streams[i] == stream) all.streams[i] = all.streams[--all.num_streams];
+  {
+    std::lock_guard<std::mutex> lock(all.mutex);
+    for (int i = 0; i < all.num_streams; ++i) {
+      if (all.streams[i] == stream) all.streams[i] = all.streams[--all.num_streams];
+    }
+    delete stream;
   }
-  delete stream;
+  all.changed.notify_all();
 }
 
 void enqueue(CUstream_st* stream, const std::shared_ptr<Job>& job) {
@@ -119,6 +123,7 @@ void enqueue(CUstream_st* stream, const std::shared_ptr<Job>& job) {
 std::shared_ptr<Mark> mark_now(CUstream_st* stream) {
   auto mark = std::make_shared<Mark>();
   auto job = std::make_shared<Job>();
+  job->is_mark = true;
   job->work = [mark] {
     happens_before(mark.get());
     Quiet quiet;
@@ -217,7 +222,7 @@ void wait_until_idle() {
   std::unique_lock<std::mutex> lock(queues().mutex);
   queues().changed.wait(lock, [] {
     for (int i = 0; i < queues().num_streams; ++i) {
-      if (queues().streams[i]->first != nullptr) return false;
+      if (queues().streams[i]->first != nullptr || queues().streams[i]->is_closing) return false;
     }
     return true;
   });
