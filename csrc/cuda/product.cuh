@@ -1,7 +1,8 @@
 // What every product that is made of mma tiles shares: the eight spans of the columns, and how results reach memory.
 //
 // Two kernels make each product: a narrow one for few rows of activations, a warp for each span, and a tiled one for many, which walks the spans one after the
-// other. Both add the same numbers in the same order, so which one ran, and what other rows there were, cannot be seen in a row's bits (R37).
+// other. Both add the same numbers in the same order, so which one ran, and what other rows there were, cannot be seen in a row's bits (R37). Attention has the
+// same property (attention.cuh), and so have the kernels by row: there is no exact mode to switch on.
 #pragma once
 #include "rows.cuh"
 

@@ -12,7 +12,7 @@ from typing import Any
 from tools.gpu_check.machine import ROOT, Machine, ask_nvidia_smi, device_library
 from tools.gpu_check.results import NotHere, Result, check
 
-ENGINE_TESTS = ("tests/cuda/test_engine_emulated.py", "tests/cuda/test_steps_emulated.py")
+ENGINE_TESTS = tuple(f"tests/cuda/test_{name}_emulated.py" for name in ("engine", "steps", "company"))
 
 
 def this_machine(machine: Machine) -> Result:
