@@ -38,6 +38,7 @@ from tests.cuda.row_cases import (
     normal,
     quantise,
     rms_norm,
+    untouched,
     wanted_token,
 )
 
@@ -92,6 +93,15 @@ def plain_rope(library: Library) -> float:
     qkv, pool = case.run(library)
     q, kv = case.wanted()
     return max(difference(qkv[:, : case.num_heads], q, 3e-6), difference(case.cells(pool), kv, 3e-6))
+
+
+def padding(library: Library) -> float:
+    """A row of position -1 and the pool stay as they are."""
+    padded, real = (RopeCase(page_size=1, rows=rows) for rows in ([(0, 0), (1, -1), (1, 33)], [(0, 0), (1, 33)]))
+    qkv, pool = padded.run(library)
+    if not untouched(pool, real) or (qkv[1] != padded.qkv[1]).any():
+        return float("inf")
+    return difference(qkv[[0, 2], : real.num_heads], real.wanted()[0], 3e-6)
 
 
 def product(library: Library, weight_type: int, num_rows: int = 9, tile: int | None = None) -> float:
@@ -160,6 +170,7 @@ ATTENTION_CASES: dict[str, Callable[[Library], float]] = {
 ROW_CASES: dict[str, Callable[[Library], float]] = {
     "rope": rope,
     "plain_rope": plain_rope,
+    "padding": padding,
     "norm": norm,
     "activation": activation,
     "argmax": greedy,
