@@ -5,6 +5,7 @@ padding that writes nothing, and no thread that waits for the device.
 from __future__ import annotations
 
 import ctypes
+import gc
 import select
 import time
 from collections.abc import Callable
@@ -87,7 +88,7 @@ def count(opened: ops.Device) -> Callable[[str], int]:
 
 
 def wait_for(is_there: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while not is_there():
         assert time.monotonic() < deadline_s
         time.sleep(0.002)
@@ -181,7 +182,7 @@ def tables(count: int, temperature: float = 0.0) -> tuple[torch.Tensor, torch.Te
     return real, whole, torch.zeros((0, 2), dtype=torch.int64)
 
 
-def wait_for_step(program: CudaProgram, timeout_s: float = 10) -> None:
+def wait_for_step(program: CudaProgram, timeout_s: float = 60) -> None:
     ready, _, _ = select.select([program.fileno()], [], [], timeout_s)
     assert ready
     assert program.num_done() >= 1
@@ -222,8 +223,7 @@ def test_steps_behind_one_another_pick_what_they_pick_one_by_one_and_nobody_wait
     start(0)
     wait_for_step(program)  # its graph, with the tokens picked, may be recorded after it
     assert program.collect().tolist() == wanted[0]
-    made = program.graph_counts()[0]
-    wait_for(lambda: program.graph_counts()[0] >= made)
+    gc.collect()  # what other tests left behind waits as it goes
     num_waits = count("waits")
     got = []
     start(0)
@@ -273,7 +273,7 @@ def test_a_step_that_fails_says_so_and_so_does_the_one_behind_it(
     drain(program)
     emulator.emulator_fail_runs(ctypes.c_int64(0))  # the device dies; CUDA then calls nobody back
     program.start(batch, pool, *tables(1))
-    wait_for_step(program, timeout_s=5)
+    wait_for_step(program)
     with pytest.raises(RuntimeError, match="cudaErrorIllegalAddress"):
         program.collect()
     emulator.emulator_reset()
