@@ -1,5 +1,5 @@
-"""Every kernel source compiles for every architecture with warnings as errors, without spills, and the copy kernels
-move 16 bytes at a time. Skipped only where there is no nvcc.
+"""Every kernel source compiles with warnings as errors, without spills, and the copy kernels move 16 bytes at a time:
+for sm_90, or for what PYSERVE_TEST_ARCHITECTURES names. Skipped only where there is no nvcc.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_pages_move_16_bytes_at_a_time(arch: str, move: int, has_store: bool) ->
 
 @needs_nvdisasm
 def test_four_loads_are_in_flight_before_the_first_store() -> None:
-    code = kernel_code(build_cubin("page_copy.cu", "sm_90a"), "page_move_kernelILNS0_4MoveE0ELb0")
+    code = kernel_code(build_cubin("page_copy.cu", ARCHITECTURES[-1]), "page_move_kernelILNS0_4MoveE0ELb0")
     moves = ["L" if "LDG" in line else "S" for line in code if "LDG" in line or "STG" in line]
     assert "LLLLSSSS" in "".join(moves)
 
