@@ -130,7 +130,7 @@ def build_emulated(*sources: str | Path, sanitizer: str = "", defines: Sequence[
     paths = [locate(source) for source in sources]
     fewer = [f"-D{define}" for define in defines]
     objects = [_object(p, [*flags, *(fewer if sanitizer or p.parent not in (CSRC, KERNELS) else [])]) for p in paths]
-    objects += [_object(path, emulator_flags) for path in sorted(EMULATOR.glob("*.cpp"))]
+    objects.append(_object(EMULATOR / "all.cc", emulator_flags))
     command = [CXX, "-shared", "-pthread", "-Wl,-Bsymbolic", "-Wl,-z,defs", *flags, *map(str, objects), "-ldl"]
     names = [path.stem for path in paths]
     if len(names) > 8:  # file names have a limit

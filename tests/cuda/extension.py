@@ -24,7 +24,7 @@ def build_extension() -> Path:
     csrc = CSRC.parent
     folders = cpp_extension.include_paths()
     torch_flags = [*HOST_ONLY, *(part for folder in folders for part in ("-isystem", folder))]
-    sources = [(path, HOST_FLAGS) for path in [*flags.cuda_kernels(csrc), *sorted(EMULATOR.glob("*.cpp"))]]
+    sources = [(path, HOST_FLAGS) for path in [*flags.cuda_kernels(csrc), EMULATOR / "all.cc"]]
     sources += [(path, torch_flags if path.name == "binding.cpp" else HOST_ONLY) for path in flags.cuda_hosts(csrc)]
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(lambda source: _object(*source), sources))

@@ -23,8 +23,6 @@ struct CUevent_st {
 
 namespace emulator {
 
-namespace {
-
 struct Job {
   std::function<cudaError_t()> work;
   std::shared_ptr<Mark> waits_for;
@@ -34,7 +32,6 @@ struct Job {
   char posted;                // its address stands for the moment of posting
 };
 
-}  // namespace
 }  // namespace emulator
 
 struct CUstream_st {

@@ -1,0 +1,10 @@
+// The emulator as one translation unit: most of what its parts take to compile is CUDA's headers.
+#include "engine.cpp"
+#include "fiber.cpp"
+#include "graph.cpp"
+#include "matrix.cpp"
+#include "memory.cpp"
+#include "runtime.cpp"
+#include "shared_memory.cpp"
+#include "stream.cpp"
+#include "sync.cpp"
