@@ -59,26 +59,31 @@ void Steps::start(Work work) {
 }
 
 void Steps::collect() {
-  StepPtr step;  // what it holds is destroyed here, in the caller's thread
+  StepPtr step;
+  std::vector<StepPtr> let_go;
   {
     std::unique_lock<std::mutex> lock(mutex_);
     check(!steps_.empty(), "no step was started");
     changed_.wait(lock, [this] { return steps_.front()->state == State::done; });
     step = std::move(steps_.front());
     steps_.pop_front();
+    let_go.swap(let_go_);
   }
+  step->work = {};  // by the caller and without the lock: this object's thread may still have the step in its hands
   if (step->error) std::rethrow_exception(step->error);
 }
 
 void Steps::landed(void* data) {
-  const std::unique_ptr<StepPtr> step(static_cast<StepPtr*>(data));
-  Steps& self = *(*step)->owner;
+  const std::unique_ptr<StepPtr> own(static_cast<StepPtr*>(data));
+  Step& step = **own;
+  Steps& self = *step.owner;
   std::lock_guard<std::mutex> lock(self.mutex_);
-  if ((*step)->state != State::posted) return;  // it was given up
-  if ((*step)->work.finish) {
-    (*step)->state = State::landed;
+  self.let_go_.push_back(std::move(*own));
+  if (step.state != State::posted) return;  // it was given up
+  if (step.work.finish) {
+    step.state = State::landed;
   } else {
-    self.done(**step, nullptr);
+    self.done(step, nullptr);
   }
   self.changed_.notify_all();
 }

@@ -6,6 +6,9 @@
 //
 // A step whose tokens the host must pick has a `finish`, which the same thread runs when the results have landed, before it posts another step that was started.
 //
+// What a step holds is destroyed by its caller: tensors may need Python's lock, which whoever destroys this object has while it waits; and CUDA must not be called
+// (the step's event is destroyed) by what CUDA calls.
+//
 // Liveness: CUDA calls nobody back when the device has failed, so while a step is under way its event is queried now and then.
 #pragma once
 #include <condition_variable>
@@ -16,6 +19,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "device.h"
 
@@ -64,6 +68,7 @@ class Steps {
   std::mutex mutex_;  // guards all that follows
   std::condition_variable changed_;
   std::deque<StepPtr> steps_;
+  std::vector<StepPtr> let_go_;  // that CUDA's call back had a hold of
   bool is_ending_ = false;
   std::thread thread_;
 };
