@@ -87,7 +87,12 @@ class Block(Place):
     chain: Items[Hashable] = ()
     events: list[Event] = field(default_factory=list)
     num_users: int = 0
-    num_kept: int = 0  # users that are resident again, so that the memory can be had
+    num_kept: int = 0  # users that are resident again
+
+    @property
+    def is_kept(self) -> bool:
+        """Nobody parked uses it, so that its memory can be had."""
+        return self.num_kept == self.num_users
 
 
 class Share(NamedTuple):
@@ -154,7 +159,7 @@ class Blocks:
 
     def kept_pages(self) -> int:
         """Pages in memory that only sequences use which are resident again."""
-        return sum(each.num_pages for each in self._blocks if each.host is not None and each.num_kept == each.num_users)
+        return sum(each.num_pages for each in self._blocks if each.host is not None and each.is_kept)
 
 
 def _used(share: Share) -> int:

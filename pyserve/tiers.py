@@ -76,8 +76,10 @@ class Tiers:
         copy.num_bytes = (len(pages) - first) * self._kv.page_bytes
 
     def common_pages(self, chain: Items[Hashable]) -> int:
-        """How many of the pages with these keys lie in memory, so that a park does not copy them."""
-        return sum(share.used for share in self.blocks.find(chain, is_in_memory=True))
+        """How many of the pages with these keys lie in memory to stay, so that a park neither copies them nor takes
+        room for them. Those that could be given up are counted as room already.
+        """
+        return sum(share.used for share in self.blocks.find(chain, is_in_memory=True) if not share.block.is_kept)
 
     def use_blocks(self, copy: Copy) -> None:
         """Pages that another park has copied, or is copying, need no copy of their own."""

@@ -356,3 +356,20 @@ def test_room_counts_common_pages_once() -> None:
     assert Room(4, ram_pages=6, disk_pages=99).tier_of(sequence) == (Tier.DISK, 10)
     assert Room(4, 6, 99, spared_pages=lambda each: 4).tier_of(sequence) == (Tier.RAM, 10)
     assert Room(4, 5, 99, spared_pages=lambda each: 4).tier_of(sequence) == (Tier.DISK, 10)
+
+
+def test_what_residents_keep_in_common_is_room_once(tmp_path: Path) -> None:
+    """Pages that could be given up are room already: a park that reckons with them twice finds no memory."""
+    kv = small_store()
+    parking = parking_of(kv, tmp_path)
+    first, second, pages, more_pages = two(kv)
+    num_free = parking.free_pages()
+    park_in_common(parking, first, pages)
+    park_in_common(parking, second, more_pages)
+    assert parking.tiers.common_pages(CHAIN[:3]) == 3 and parking.free_pages() == num_free - 7
+    restore(parking, first, [20, 21, 22, 23])
+    assert parking.tiers.common_pages(CHAIN[:3]) == 3, "the second one is parked and needs them"
+    restore(parking, second, [24, 25, 26, 27, 28, 29])
+    assert parking.free_pages() == num_free
+    assert parking.tiers.common_pages(CHAIN[:3]) == 0
+    finish(parking)
