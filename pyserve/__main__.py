@@ -28,8 +28,6 @@ from pyserve.settings import Settings, load_settings
 
 logger = logging.getLogger("pyserve.main")
 CLOSE_TIMEOUT_S = 3.0  # for connections to end once the engine has drained
-# Pools of clients keep idle connections for longer than the 5 s of hypercorn, and would write into a closed one.
-KEEP_ALIVE_S = 75.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,7 +152,6 @@ def _config(listener: int) -> Config:
     config.graceful_timeout = CLOSE_TIMEOUT_S
     config.h11_max_incomplete_size = 64 * 1024
     config.include_server_header = False
-    config.keep_alive_timeout = KEEP_ALIVE_S
     return config
 
 

@@ -74,5 +74,5 @@ class EngineHandle:
         self._engine.is_draining = True
         self._engine.stop()
         if self._task is not None:
-            await self._task
+            await asyncio.shield(self._task)  # it ends by itself, also when whoever waits for it here gives up
             self._task = None

@@ -77,6 +77,8 @@ class Steps:
             try:
                 result = self._runner.collect(begun.step)
             except Exception as error:
-                begun.done.set_exception(error)
+                if not begun.done.cancelled():  # with the engine's task, by whoever could not wait for its end
+                    begun.done.set_exception(error)
             else:
-                begun.done.set_result(result)
+                if not begun.done.cancelled():
+                    begun.done.set_result(result)

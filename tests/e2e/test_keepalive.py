@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
-import time
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ pytestmark = pytest.mark.xdist_group("keepalive")
 
 PARK_S = 10.8
 KEEPALIVE_S = 2.0
-POOLED_S = 6.0  # a client's pool of connections keeps an idle one for longer than that
 SLACK_S = 0.7
 PARKED, RESUMED, KEEPALIVE = ": preempted", ": resumed", ": preempt-keepalive"
 
@@ -63,15 +60,3 @@ def test_keepalives_come_on_time_through_a_long_park_on_a_busy_server() -> None:
     expected = [parked_at + KEEPALIVE_S * count for count in range(1, int((resumed_at - parked_at) / KEEPALIVE_S) + 1)]
     assert len(expected) >= 5
     assert small.times(KEEPALIVE) == [pytest.approx(at, abs=SLACK_S) for at in expected]
-
-
-def test_an_idle_connection_is_still_open_when_a_clients_pool_takes_it_again() -> None:
-    with running("--ctx-size", "256", "--parallel", "1") as server:
-        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=10)
-        connection.request("GET", "/health")
-        assert connection.getresponse().read()
-        time.sleep(POOLED_S)
-        connection.auto_open = 0  # no second connection behind our back
-        connection.request("GET", "/health")
-        assert connection.getresponse().status == 200
-        connection.close()
