@@ -16,95 +16,10 @@
 #include "cpu/program.h"
 #include "cpu/stream.h"
 #include "ops.h"
+#include "tensors.h"
 
 namespace pyserve {
 namespace {
-
-using at::Tensor;
-using MaybeTensor = std::optional<Tensor>;
-
-// --- tensors to raw pointers
-
-void check_tensor(const Tensor& tensor, const char* name, at::ScalarType type, int64_t num_dims) {
-  check(tensor.defined() && tensor.device().is_cpu(), name, " must be on the CPU");
-  check(tensor.scalar_type() == type, name, " must be ", c10::toString(type), ", not ", c10::toString(tensor.scalar_type()));
-  check(tensor.dim() == num_dims, name, " must have ", num_dims, " dimensions, not ", tensor.dim());
-  check(tensor.is_contiguous(), name, " must be contiguous");
-}
-
-float* floats(const Tensor& tensor, const char* name, int64_t num_dims) {
-  check_tensor(tensor, name, at::kFloat, num_dims);
-  return tensor.data_ptr<float>();
-}
-
-const float* floats_of_len(const MaybeTensor& tensor, const char* name, int64_t len) {
-  if (!tensor.has_value()) return nullptr;
-  const float* data = floats(*tensor, name, 1);
-  check(tensor->size(0) == len, name, " must have ", len, " values, not ", tensor->size(0));
-  return data;
-}
-
-const int32_t* ints(const Tensor& tensor, const char* name, int64_t num_dims) {
-  check_tensor(tensor, name, at::kInt, num_dims);
-  return tensor.data_ptr<int32_t>();
-}
-
-WeightType weight_type(int64_t type) {
-  check(type >= 0 && type <= static_cast<int64_t>(WeightType::q6_k), "type: there is no weight type ", type);
-  return static_cast<WeightType>(type);
-}
-
-PackedWeight packed_weight(const Tensor& data, int64_t type, int64_t rows, int64_t cols) {
-  check_tensor(data, "packed", at::kByte, 1);
-  check(rows > 0 && cols > 0, "rows and cols must be positive");
-  const PackedWeight weight{weight_type(type), rows, cols, data.data_ptr<uint8_t>()};
-  const int64_t wanted = static_cast<int64_t>(packed_bytes(weight.type, rows, cols));
-  check(data.numel() >= wanted, "packed must have ", wanted, " bytes, not ", data.numel());
-  check(reinterpret_cast<uintptr_t>(weight.data) % 64 == 0, "packed must be 64-byte aligned");
-  return weight;
-}
-
-Pool pool_of(const Tensor& kv) {
-  check(kv.defined() && kv.device().is_cpu() && kv.is_contiguous(), "kv must be contiguous and on the CPU");
-  check(kv.dim() == 6 && kv.size(2) == 2, "kv must be [pages, layers, 2, kv_heads, page_size, head_dim]");
-  const at::ScalarType type = kv.scalar_type();
-  check(type == at::kFloat || type == at::kHalf || type == at::kBFloat16, "kv must be float32, float16 or bfloat16, not ", c10::toString(type));
-  const DType as = type == at::kFloat ? DType::f32 : type == at::kHalf ? DType::f16 : DType::bf16;
-  return Pool{static_cast<uint8_t*>(kv.data_ptr()), as, kv.size(0), kv.size(1), kv.size(3), kv.size(4), kv.size(5)};
-}
-
-StepRows step_rows(const Tensor& positions, const Tensor& sequences, const Tensor& page_table) {
-  const int32_t* places = ints(positions, "positions", 1);
-  const int32_t* owners = ints(sequences, "sequences", 1);
-  const int32_t* pages = ints(page_table, "page_table", 2);
-  const StepRows rows{positions.size(0), places, owners, pages, page_table.size(1)};
-  check(sequences.size(0) == rows.num_rows, "sequences must have ", rows.num_rows, " values, as positions has, not ", sequences.size(0));
-  return rows;
-}
-
-RopeTable rope_table(const Tensor& cos, const Tensor& sin, bool is_interleaved) {
-  const float* cosines = floats(cos, "cos", 2);
-  const float* sines = floats(sin, "sin", 2);
-  check(sin.sizes() == cos.sizes(), "sin must have the shape of cos");
-  return RopeTable{cosines, sines, cos.size(0), cos.size(1) * 2, is_interleaved};
-}
-
-Activation activation_of(int64_t kind) {
-  check(kind == 0 || kind == 1, "kind: there is no activation ", kind);
-  return static_cast<Activation>(kind);
-}
-
-PageCopy page_copy_of(const Tensor& pool, const Tensor& host, const Tensor& combs, bool to_host) {
-  check(pool.defined() && pool.device().is_cpu() && pool.is_contiguous() && pool.dim() >= 1 && pool.size(0) > 0,
-        "pool must be contiguous, on the CPU and [pages, ...]");
-  check_tensor(host, "host", at::kByte, 1);
-  const int32_t* values = ints(combs, "combs", 2);
-  check(combs.size(1) == 5, "combs must be [n, 5]: start_page, run_pages, stride_pages, count, list_offset");
-  PageCopy copy{static_cast<uint8_t*>(pool.data_ptr()), pool.size(0), static_cast<int64_t>(pool.nbytes()) / pool.size(0), host.data_ptr<uint8_t>(),
-                host.numel(), {}, to_host};
-  for (int64_t i = 0; i < combs.size(0); ++i, values += 5) copy.combs.push_back(Comb{values[0], values[1], values[2], values[3], values[4]});
-  return copy;
-}
 
 // --- single ops. num_shares cuts the work as a team of that size would, one share after the other: results must not depend on it.
 
