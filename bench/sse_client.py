@@ -43,7 +43,7 @@ async def complete(port: int, prompt: list[int], max_tokens: int, **fields: obje
     stream = Stream(time.perf_counter())
     writer.write(head.encode() + body)
     await writer.drain()
-    while line := await reader.readline():
+    while (line := await reader.readline()) and not line.startswith(b"data: [DONE]"):
         _read(line, stream)
     writer.close()
     return stream

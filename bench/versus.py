@@ -30,6 +30,9 @@ from pyserve.settings import Settings
 
 Measure = Callable[[int], Awaitable[float]]
 
+MEASURE_LIMIT_S = 120.0  # a server that has not answered by then is started anew
+MAX_STARTS = 3
+
 
 @dataclass(frozen=True)
 class Case:
@@ -110,6 +113,16 @@ def wait_until_healthy(port: int, process: subprocess.Popen[bytes], timeout_s: f
 
 
 def run_case(server: str, model: Path, case: Case, threads: int, repeats: int) -> float:
+    """Tokens per second of `case`; a server that stops answering (some do, now and then) gets a fresh start."""
+    for start in range(1, MAX_STARTS + 1):
+        try:
+            return run_once(server, model, case, threads, repeats)
+        except TimeoutError:
+            print(f"{shlex.split(server)[0]}: no answer in {MEASURE_LIMIT_S:.0f} s at {case.name!r}, start {start}")
+    raise RuntimeError(f"{server} did not answer in {MAX_STARTS} starts")
+
+
+def run_once(server: str, model: Path, case: Case, threads: int, repeats: int) -> float:
     """The best of `repeats` measurements on one fresh server, after one that warms it up. Tokens per second."""
     port = free_port()
     process = subprocess.Popen(
@@ -117,10 +130,14 @@ def run_case(server: str, model: Path, case: Case, threads: int, repeats: int) -
     )
     try:
         wait_until_healthy(port, process)
-        asyncio.run(complete(port, prompt(16, 1), 8))  # type: ignore[arg-type]
-        return max(asyncio.run(case.measure(port)) for _ in range(repeats))  # type: ignore[arg-type]
+        asyncio.run(complete(port, prompt(16, 1), 8))
+        return max(asyncio.run(limited(case.measure(port))) for _ in range(repeats))
     finally:
         stop(process)
+
+
+async def limited(measurement: Awaitable[float]) -> float:
+    return await asyncio.wait_for(measurement, MEASURE_LIMIT_S)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
