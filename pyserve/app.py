@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from pyserve.disk_folder import check_directory
 from pyserve.errors import ModelFileError, PyserveError, SettingsError
 from pyserve.http.answers import SERVER_SEND
-from pyserve.http.errors import unknown_path
+from pyserve.http.errors import no_route
 from pyserve.http.gate import Gate
 from pyserve.http.routes import make_routes
 from pyserve.http.state import ServedModel, ServerState
@@ -52,6 +52,7 @@ class App:
             return
         self.make()
         assert self._starlette is not None
+        scope["path"] = _origin_form(scope["path"])
         scope[SERVER_SEND] = send
         await self._starlette(scope, receive, send)
 
@@ -208,11 +209,17 @@ def _make_starlette(state: ServerState) -> Starlette:
     starlette = Starlette(
         routes=make_routes(),
         middleware=[Middleware(Gate, state=state)],
-        exception_handlers={HTTPException: unknown_path},
+        exception_handlers={HTTPException: no_route},
     )
     starlette.router.redirect_slashes = False
     starlette.state.server = state
     return starlette
+
+
+def _origin_form(target: str) -> str:
+    """The path alone: proxies may send the whole URL as the target, and hypercorn passes it on as it came."""
+    scheme, _, rest = target.partition("://")
+    return "/" + rest.partition("/")[2] if scheme.lower() in ("http", "https") else target
 
 
 def _show_progress(state: ServerState, stage: str, fraction: float) -> None:

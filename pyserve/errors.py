@@ -57,6 +57,11 @@ class NotFound(PyserveError):
     type = "not_found_error"
 
 
+class MethodNotAllowed(PyserveError):
+    status = 405
+    type = "invalid_request_error"
+
+
 class NotSupported(PyserveError):
     status = 501
     type = "not_supported_error"

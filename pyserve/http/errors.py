@@ -10,8 +10,9 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 
-from pyserve.errors import NotFound, PyserveError, Unavailable
+from pyserve.errors import MethodNotAllowed, NotFound, PyserveError, Unavailable
 
 logger = logging.getLogger("pyserve.http")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -55,9 +56,21 @@ def guarded(handler: Handler) -> Handler:
     return answer
 
 
-async def unknown_path(request: Request, error: Exception) -> Response:
-    """Unknown paths and wrong methods, which are one case to clients."""
+async def no_route(request: Request, error: Exception) -> Response:
+    """Unknown paths, and known ones with a method that they do not take."""
     assert isinstance(error, HTTPException)
-    if error.status_code in (404, 405):
+    if error.status_code == 404:
         return error_response(NotFound("File Not Found"))
-    return error_response(PyserveError(error.detail))
+    if error.status_code != 405:
+        return error_response(PyserveError(error.detail))
+    allowed = ", ".join(_methods(request))
+    message = f"The method {request.method} is not allowed here; {request.url.path} takes {allowed}"
+    response = error_response(MethodNotAllowed(message))
+    response.headers["Allow"] = allowed
+    return response
+
+
+def _methods(request: Request) -> list[str]:
+    """The methods that the path takes, by whichever route; every path takes OPTIONS."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in routes for method in route.methods} | {"OPTIONS"})

@@ -40,7 +40,7 @@ def make_routes() -> list[Route]:
         *_post("/props", handler=admin.props),
         *_get("/v1/models", "/models", handler=admin.models),
         *_get("/v1/models/{id:path}", "/models/{id:path}", handler=admin.model),
-        *_post("/slots/{id:int}", *NOT_BUILT, handler=admin.not_supported),
+        *_post("/slots/{id}", *NOT_BUILT, handler=admin.not_supported),
     ]
 
 

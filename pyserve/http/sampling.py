@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 MAX_LOGPROBS = 100
 MAX_BIAS = 1e4
+TOKEN_ID = re.compile(r"\s*-?[0-9]+\s*")  # a key of logit_bias that is no text
 _DEFAULTS = SamplingParams()
 
 
@@ -107,14 +109,12 @@ def _pair(entry: list[float | bool | str]) -> tuple[float | bool | str, float | 
 
 
 def _bias_tokens(key: float | bool | str, tokenizer: Tokenizer) -> list[int]:
-    if isinstance(key, str):
-        digits = key.strip()
-        if not (digits.isascii() and digits.isdigit() and len(digits) < 12):
-            return tokenizer.encode(key)
-        key = int(digits)
-    if isinstance(key, bool) or key != int(key) or not 0 <= key < tokenizer.vocab_size:
-        raise InvalidRequest(f"Field 'logit_bias': no token has the id {key}", param="logit_bias")
-    return [int(key)]
+    if isinstance(key, str) and TOKEN_ID.fullmatch(key) is None:
+        return tokenizer.encode(key)
+    number = float(key)  # not int, which takes no more than some thousand digits
+    if isinstance(key, bool) or not 0 <= number < tokenizer.vocab_size or number != int(number):
+        raise InvalidRequest(f"Field 'logit_bias': no token has the id {str(key)[:40]}", param="logit_bias")
+    return [int(number)]
 
 
 def _bias_value(value: float | bool | str) -> float:

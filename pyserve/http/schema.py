@@ -146,7 +146,7 @@ def decode(body: bytes, kind: type[Body]) -> Body:
     except msgspec.ValidationError as error:
         raise _complaint(str(error)) from None
     except msgspec.DecodeError as error:
-        raise InvalidRequest(f"The body is not valid JSON: {error}") from None
+        raise InvalidRequest(_malformed(body, str(error))) from None
     except RecursionError:
         raise InvalidRequest("The body is nested too deeply") from None
 
@@ -154,7 +154,19 @@ def decode(body: bytes, kind: type[Body]) -> Body:
 NAMES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean", "array": "list", "object": "object"}
 PLACE = re.compile(r"^(.*) - at `\$\.?(.*)`$", re.DOTALL)
 WRONG_TYPE = re.compile(r"^Expected `([^`]+)`, got `([^`]+)`$")
+TRUNCATED = "Input data was truncated"
+HALF_SURROGATE = re.compile(rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB][0-9a-fA-F]{2})(?=[^\\]|\\[^u])")
 OUT_OF_RANGE = re.compile(r"^Expected `([^`]+)` (<=|>=) (-?\d+)")
+
+
+def _malformed(body: bytes, text: str) -> str:
+    """What is wrong with a body that is no JSON."""
+    if not body.strip():
+        return "The body is empty; expected a JSON object"
+    half = HALF_SURROGATE.search(body) if text == TRUNCATED else None  # what the decoder says of one near the end
+    if half is not None:
+        text = f"{half[1].decode()} is only half of a UTF-16 surrogate pair (byte {half.start(1)})"
+    return f"The body is not valid JSON: {text.removeprefix('JSON is malformed: ')}"
 
 
 def _complaint(text: str) -> InvalidRequest:

@@ -94,9 +94,24 @@ def test_hostile_bodies_are_the_clients_fault(path: str, body: bytes) -> None:
     check(response, 400)
 
 
-def test_a_lone_surrogate_and_a_byte_order_mark_do_no_harm() -> None:
+def test_a_byte_order_mark_does_no_harm() -> None:
     assert ask("POST", COMPLETIONS, b'\xef\xbb\xbf{"prompt": "x"}').status_code == 200
-    assert ask("POST", COMPLETIONS, b'{"prompt": "\\ud800"}').status_code in (200, 400)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (rb'{"prompt": "a \ud83d"}', r"\ud83d is only half of a UTF-16 surrogate pair (byte 14)"),
+        (rb'{"prompt": "\\\ud83d"}', r"\ud83d is only half of a UTF-16 surrogate pair (byte 14)"),
+        (rb'{"prompt": "\ud83d, and so on"}', "surrogate pair"),
+        (rb'{"prompt": "\ude00"}', "surrogate pair"),
+        (rb'{"prompt": "\ud83d\ude00', "truncated"),
+        (rb'{"prompt": "\\ud83d"', "truncated"),
+        (b" \n", "The body is empty"),
+    ],
+)
+def test_what_is_wrong_with_malformed_json_is_said(body: bytes, said: str) -> None:
+    assert said in check(ask("POST", COMPLETIONS, body), 400)["message"]
 
 
 def test_a_body_beyond_the_limit_is_refused_by_its_header_and_by_its_size() -> None:
@@ -118,6 +133,9 @@ def test_a_body_beyond_the_limit_is_refused_by_its_header_and_by_its_size() -> N
         ({"logprobs": True, "top_logprobs": -1}, "'top_logprobs'"),
         ({"logit_bias": {"99999": 1}}, "'logit_bias'"),
         ({"logit_bias": [[-1, 1]]}, "'logit_bias'"),
+        ({"logit_bias": {"-1": 1}}, "'logit_bias': no token has the id -1"),
+        ({"logit_bias": [[" 99999 ", 1]]}, "'logit_bias'"),
+        ({"logit_bias": {"9" * 5000: 1}}, "'logit_bias'"),
         ({"logit_bias": [[1.5, 1]]}, "'logit_bias'"),
         ({"logit_bias": [[1]]}, "'logit_bias'"),
         ({"logit_bias": {"1": True}}, "'logit_bias'"),
@@ -196,11 +214,31 @@ def test_an_error_of_our_own_shows_no_internals(caplog: pytest.LogCaptureFixture
     assert response.headers["x-should-retry"] == "false"
 
 
+@pytest.mark.parametrize("path", ["/nope", "/v1", "/health/", "/slots/1/2", "*", "/v1/chat/completions%20"])
+def test_unknown_paths_are_404(path: str) -> None:
+    for method in ("GET", "POST"):
+        assert check(ask(method, path), 404, "not_found_error")["message"] == "File Not Found"
+
+
 @pytest.mark.parametrize(
-    ("method", "path"), [("GET", "/nope"), ("GET", CHAT), ("POST", "/health"), ("POST", "/v1/models/")]
+    ("method", "path", "allowed"),
+    [
+        ("GET", CHAT, "OPTIONS, POST"),
+        ("DELETE", "/health", "GET, HEAD, OPTIONS"),
+        ("POST", "/", "GET, HEAD, OPTIONS"),
+        ("PUT", "/props", "GET, HEAD, OPTIONS, POST"),
+        ("POST", "/v1/models/x/y", "GET, HEAD, OPTIONS"),
+        ("BREW", "/slots/" + "9" * 5000, "OPTIONS, POST"),
+    ],
 )
-def test_unknown_paths_and_wrong_methods_are_404(method: str, path: str) -> None:
-    assert check(ask(method, path), 404, "not_found_error")["message"] == "File Not Found"
+def test_a_method_that_a_path_does_not_take_is_405_and_says_which_it_takes(
+    method: str, path: str, allowed: str
+) -> None:
+    response = ask(method, path)
+    assert method in check(response, 405)["message"] and allowed in response.json()["error"]["message"]
+    assert response.headers["allow"] == allowed
+    for one in allowed.split(", "):
+        assert ask(one, path, {}).status_code != 405
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/props", "/slots/0?action=erase"])
