@@ -28,6 +28,9 @@ from pyserve.settings import Settings, load_settings
 
 logger = logging.getLogger("pyserve.main")
 CLOSE_TIMEOUT_S = 3.0  # for connections to end once the engine has drained
+# Longer than clients' pools keep idle connections, else they write into one that is being closed. A stop does not wait
+# for it: hypercorn closes idle connections as soon as it is told to.
+KEEP_ALIVE_S = 75.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -152,6 +155,7 @@ def _config(listener: int) -> Config:
     config.graceful_timeout = CLOSE_TIMEOUT_S
     config.h11_max_incomplete_size = 64 * 1024
     config.include_server_header = False
+    config.keep_alive_timeout = KEEP_ALIVE_S
     return config
 
 
