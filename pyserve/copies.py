@@ -1,9 +1,12 @@
-"""One sequence's copy in flight: the events that it consists of, and how it ends."""
+"""One sequence's copy in flight: the events that it consists of, and how it ends.
+
+A restore may share pages that another restore is filling (R11): it ends after that one, and fails with it.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
@@ -41,10 +44,12 @@ class Copy:
     started_s: float
     deadline_s: float
     parked: Parked = field(default_factory=Parked)
-    pages: Items[int] = ()  # of a park that waits for host memory: what to copy
+    pages: Items[int] = ()  # of a park that waits for host memory: what to copy; of a restore: what it fills
     chain: Items[Hashable] = ()  # and the keys of the leading ones that others may have, too
     num_common: int = 0  # how many of them others hold now
     events: list[Event] = field(default_factory=list)
+    behind: Items[Copy] = ()  # whose pages it shares: it ends after they have, and fails if one of them does
+    result: Ending | None = None  # how it ended, once that is reported
     is_queued: bool = False  # nothing is posted yet
     is_discarded: bool = False  # the sequence has ended
     error: str = ""
@@ -55,9 +60,24 @@ class Copy:
     def copy_s(self) -> float:
         return sum(event.copy_s for event in self.events)
 
+    def fill(self, pages: Items[int], num_shared: int, others: Iterable[Copy]) -> None:
+        """It is to fill `pages`, all but the first `num_shared`. Those of `others` that fill some of these come first."""
+        shared = set(pages[:num_shared])
+        # Who shares a page shares all before it, so the first that another fills tells.
+        self.behind = [other for other in others if other.is_restore and other.pages and other.pages[0] in shared]
+        self.deadline_s = max((self.deadline_s, *(other.deadline_s for other in self.behind)))
+        self.pages = pages[num_shared:]
+
+    def is_over(self) -> bool:
+        """Nothing touches its pages or its state any more. Never waits."""
+        return not self.is_queued and all(self._has_ended(event) for event in self.events)
+
     def ending(self, now_s: float) -> Ending | None:
         """None: it goes on. Never waits."""
-        if not self.is_queued and all(self._has_ended(event) for event in self.events):
+        if self.is_over() and all(other.result is not None for other in self.behind):
+            for other in self.behind:
+                if other.result is not Ending.DONE and not self.error:
+                    self.error = f"that of sequence {other.sequence.id}, whose pages it shares: {other.error}"
             if self.is_mismatch:
                 return Ending.MISMATCH
             return Ending.FAILED if self.error else Ending.DONE

@@ -16,6 +16,7 @@ def check(view: View, slots: List[Sequence | None], filling: Mapping[int, int]) 
     view.cache.check_integrity()
     _check_places(view)
     _check_pages(view, filling)
+    _check_filling(view, filling)
     for sequence in [*view.live.values(), *view.departing.values()]:
         _check_sequence(sequence, view.limits.page_size, slots)
     is_current = all((each.debt, each.entry_debt) == view.debts_of(each) for each in view.running.values())
@@ -54,6 +55,15 @@ def _check_pages(view: View, filling: Mapping[int, int]) -> None:
         assert holders[page] < 2 or pool.is_cached[page], f"page {page} has two owners"
     total = pool.num_free + pool.num_held + pool.num_cached + pool.num_leaving
     assert total == pool.num_pages, f"free + held + cached + in transfer = {total}"
+
+
+def _check_filling(view: View, filling: Mapping[int, int]) -> None:
+    restores = [view.restoring.get(id) or view.departing[id] for id in filling]
+    filled = {page for each in restores for page in each.pages[len(each.pages) - filling[each.id] :]}
+    known = view.cache.filling_pages()
+    assert known <= filled, f"no copy fills the pages {known - filled}"
+    for sequence in view.running.values():
+        assert not known.intersection(sequence.pages), f"{sequence} runs on pages that are not filled"
 
 
 def _check_sequence(sequence: Sequence, page_size: int, slots: List[Sequence | None]) -> None:

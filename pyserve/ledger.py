@@ -11,6 +11,8 @@ A life: submit -> WAITING -> (admission) RUNNING -> ... -> finish. Parked in bet
 Tier DISK is like RAM. A copy that does not end in time is waited for no longer: its sequence is PREEMPTED, to be
 computed again, and its pages stay in transfer under the copy's number until it has ended.
 
+Restores of one moment share the pages that they have in common before these are filled (incoming.py).
+
 A sequence that ends while a copy of its pages is in flight is FINISHED at once and gives pages and slot back when
 the copy lands (R20). All pages that a sequence needs to enter are reserved together (R12a). `apply` is where a step
 can find no page, because the planner is off, wrong, or not allowed to park: that is the last resort (R24, R25).
@@ -25,6 +27,7 @@ from dataclasses import replace
 from pyserve import integrity, planner
 from pyserve.census import Census
 from pyserve.errors import Unavailable
+from pyserve.incoming import Incoming
 from pyserve.plan import Admission, Failure, Limits, Park, Plan, Restore, Rows
 from pyserve.policy import Policy
 from pyserve.pool import Pool
@@ -46,6 +49,7 @@ class Ledger(Census):
         self._view.free_slots = list(range(limits.num_slots))
         self._room = Room(limits.page_size, 0)  # what the parks of this iteration have left of it
         self._residents = Residents(self._view)
+        self._incoming = Incoming(self._view, self._residents, self._filling)
 
     # Arrivals
 
@@ -143,22 +147,28 @@ class Ledger(Census):
 
     def drop_parked(self, sequence: Sequence) -> None:
         """The parked copy of a PREEMPTED sequence is gone: it will be computed again."""
-        sequence.tier = Tier.RECOMPUTE
-        sequence.progress = sequence.furthest
-        sequence.num_computed = sequence.parked_cells = 0
+        sequence.recompute()
 
     def restore_landed(self, sequence: Sequence) -> None:
-        """The copy back is done: the sequence runs again."""
+        """The copy back is done, as are those that fill pages which it shares: the sequence runs again."""
+        self._incoming.filled(sequence)
         if self._end_restore(sequence):
             self._residents.start(sequence)
 
     def restore_failed(self, sequence: Sequence) -> None:
-        """The copy back failed: the sequence runs as a prompt, from the pages that it shares on."""
-        if self._end_restore(sequence):
-            assert sequence.cache_node is not None
-            sequence.progress = sequence.furthest
-            sequence.num_computed = sequence.cache_node.depth * self.limits.page_size
-            self._residents.start(sequence)
+        """The copy back failed, or one that fills pages which it shares. The sequence runs as a prompt, from the pages
+        that it shares on; without those it is parked again.
+        """
+        num_shared = self._incoming.not_filled(sequence)
+        if not self._end_restore(sequence):
+            return
+        if self._incoming.is_forsaken(sequence):
+            self._residents.release(sequence)
+            self._park_again(sequence, sequence.resident_since_ms)
+            return
+        sequence.progress = sequence.furthest
+        sequence.num_computed = num_shared * self.limits.page_size
+        self._residents.start(sequence)
 
     def moved_to_disk(self, sequence: Sequence) -> None:
         """The parked copy of a PREEMPTED sequence is on disk now."""
@@ -168,26 +178,17 @@ class Ledger(Census):
         """The copy, out or back, is not waited for any longer. Its pages stay in transfer until `overdue_landed`."""
         view = self._view
         was_ended = view.departing.pop(sequence.id, None) is not None
-        num_filling = self._filling.pop(sequence.id, None)
-        if num_filling is None:
-            view.preempting.pop(sequence.id, None)
-        else:
+        if sequence in self._incoming:
             view.restoring.pop(sequence.id, None)
-            shared = sequence.pages[: len(sequence.pages) - num_filling]
-            view.cache.let_go(view.pool.release(shared))
-            sequence.pages = sequence.pages[len(shared) :]
-            view.pool.start_reading(sequence.pages)
+            self._incoming.overdue(sequence)
+        else:
+            view.preempting.pop(sequence.id, None)
         view.overdue[copy_id] = sequence.pages
         sequence.pages = []
         if was_ended:
             self._free_slot(sequence)
-            return
-        if sequence.parked_at_ms is None:
-            sequence.parked_at_ms = now_ms
-        sequence.cache_node = None
-        sequence.state = State.PREEMPTED
-        view.parked[sequence.id] = sequence
-        self.drop_parked(sequence)
+        else:
+            self._park_again(sequence, now_ms)
 
     def overdue_landed(self, copy_id: int) -> None:
         """An overdue copy has ended: its pages come free."""
@@ -196,7 +197,7 @@ class Ledger(Census):
 
     def copy_lost(self, sequence: Sequence) -> None:
         """No copy of an ended sequence is in flight, whatever was planned: its pages and slot come free."""
-        (self.restore_landed if sequence.id in self._filling else self.park_landed)(sequence)
+        (self.restore_failed if sequence in self._incoming else self.park_landed)(sequence)
 
     def finish(self, sequence: Sequence, now_ms: float) -> bool:
         """Ended or cancelled, in whatever state; harmless when repeated.
@@ -242,12 +243,11 @@ class Ledger(Census):
         sequence.tier = park.tier
         sequence.is_refusal_told = False
         sequence.cache_node = None
-        if park.reason == "forced":
+        if park.reason == "forced" and self.limits.preempt_every:
             sequence.num_forced_parks = sequence.num_generated // self.limits.preempt_every
         if park.tier is Tier.RECOMPUTE:
             self._residents.release(sequence)
-            sequence.progress = sequence.furthest
-            sequence.num_computed = sequence.parked_cells = 0
+            sequence.recompute()
             sequence.state = State.PREEMPTED
             self._view.parked[sequence.id] = sequence
             return
@@ -262,10 +262,12 @@ class Ledger(Census):
     def _enter_all(self, plan: Plan, now_ms: float) -> None:
         """Restores and admissions. All take their shared pages before any eviction, which could take them away."""
         entries: list[Restore | Admission] = [*plan.restores, *plan.admissions]
-        chains = [self._view.cache.match(each.sequence.tokens, each.cached_pages) for each in entries]
+        match = self._view.cache.match
+        chains = [match(each.sequence.tokens, each.cached_pages, with_filling=True) for each in entries]
         for entry, chain in zip(entries, chains, strict=True):
             entry.sequence.pages = self._view.cache.take(chain)
         for entry, chain in zip(entries, chains, strict=True):
+            chain = self._residents.adopt(entry.sequence, chain, entry.cached_pages)
             self._residents.reserve(entry.sequence, chain)
             entry.sequence.resident_since_ms = now_ms
             if isinstance(entry, Restore):
@@ -284,14 +286,22 @@ class Ledger(Census):
             sequence.num_computed = restore.cached_pages * self.limits.page_size
             self._residents.start(sequence)
             return
-        self._filling[sequence.id] = len(sequence.pages) - restore.cached_pages
         sequence.state = State.RESTORING
         self._view.restoring[sequence.id] = sequence
+        self._incoming.begin(sequence, restore.cached_pages)
+
+    def _park_again(self, sequence: Sequence, since_ms: float) -> None:
+        """It is to be computed again; it has no pages."""
+        if sequence.parked_at_ms is None:
+            sequence.parked_at_ms = since_ms
+        sequence.cache_node = None
+        sequence.state = State.PREEMPTED
+        self._view.parked[sequence.id] = sequence
+        sequence.recompute()
 
     def _end_restore(self, sequence: Sequence) -> bool:
         """False: the sequence ended meanwhile, and is gone now."""
         view = self._view
-        del self._filling[sequence.id]
         sequence.parked_cells = 0
         if view.departing.pop(sequence.id, None) is not None:
             self._residents.release(sequence)

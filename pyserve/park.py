@@ -174,20 +174,21 @@ class Parking:
             copy.events = [FailedEvent(MemoryError(f"no host memory for {missing} more pages"))]
 
     def restore(self, sequence: Sequence, pages: Items[int], *, cached_pages: int) -> bool:
-        """Post the copy of the parked state into `pages`, all but the first `cached_pages`, which hold theirs already.
+        """Post the copy of the parked state into `pages`, all but the first `cached_pages`, which others have or fill.
 
-        False when there is nothing to copy: the sequence is resident at once.
+        False when there is nothing to copy or to wait for: it is resident at once.
         """
         self._call_off_move(sequence)
         parked = self._parked.pop(sequence.id, None)
         tier = Tier.RAM if parked is None or parked.is_in_memory else Tier.DISK
         copy = self._new_copy(sequence, tier, len(pages), is_restore=True)
+        copy.fill(pages, cached_pages, self._copies.values())
         if parked is None:
             copy.events = [FailedEvent(LookupError("there is no parked state"))]
             return True
         copy.parked = parked
         copy.num_bytes = max(0, parked.total_pages - cached_pages) * self._kv.page_bytes
-        if not copy.num_bytes:
+        if not copy.num_bytes and not copy.behind:
             del self._copies[sequence.id]
             self._resident(copy)
             return False
@@ -265,7 +266,7 @@ class Parking:
                 if place.file is not None:
                     place.file.is_dropped = True
             copy.wait(self.deadline_s)
-            if not copy.is_queued and copy.ending(float("-inf")) is None:
+            if not copy.is_queued and not copy.is_over():
                 log.error("the copy of sequence %d never ended; its memory stays taken", copy.sequence.id)
                 return
         if self.disk is not None:
@@ -329,6 +330,7 @@ class Parking:
 
     def _land(self, copy: Copy, ending: Ending, now_s: float) -> Landed:
         del self._copies[copy.sequence.id]
+        copy.result = ending
         if copy in self._queue:
             self._queue.remove(copy)
         if ending is not Ending.DONE:
@@ -347,7 +349,7 @@ class Parking:
         return self._report(copy, ending, now_s)
 
     def _late(self, now_s: float) -> list[Landed]:
-        late = [copy for copy in self._overdue.values() if copy.ending(float("-inf")) is not None]
+        late = [copy for copy in self._overdue.values() if copy.is_over()]
         for copy in late:
             del self._overdue[copy.id]
             self.tiers.release(copy.parked)

@@ -33,6 +33,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pyserve.plan import Admission, Failure, Park, ParkReason, Plan, Restore, Rows
+from pyserve.prefix import num_common_pages
 from pyserve.sequence import Sequence, Tier
 from pyserve.view import Room, View
 
@@ -67,6 +68,8 @@ class _Draft:
         self._vacated: set[int] = set()  # pages that the parks of this plan free, now or when they land
         self._copied: set[int] = set()  # those of them that a copy reads first
         self._fresh = 0  # pages to allocate for those that enter
+        self._taken: set[int] = set()  # pages that those who enter share
+        self._bringing: list[Sequence] = []  # whose copies bring pages that others may share, too
         self._parks: list[Park] = []
         self._gone = set(view.oversized)  # ids that get no row
         self._restores: list[Restore] = []
@@ -140,6 +143,8 @@ class _Draft:
         self._restores.append(Restore(sequence, tier, num_cached))
         if tier is Tier.RECOMPUTE:
             self._entered.append((sequence, num_cached * self._view.limits.page_size))
+        elif self._view.match_limit(sequence):
+            self._bringing.append(sequence)
 
     def _is_overdue(self, head: Sequence) -> bool:
         limits = self._view.limits
@@ -195,23 +200,46 @@ class _Draft:
         """Available pages that it takes to bring all of `sequence` in, with its runway, once `vacated` are let go."""
         view = self._view
         wanted = view.wanted_pages(sequence, view.entry_runway)
-        return wanted - view.cache.num_shared(sequence.tokens, view.match_limit(sequence), vacated)
+        limit, is_copied = view.match_limit(sequence), self._is_copied(sequence)
+        num_shared = view.cache.num_shared(sequence.tokens, limit, vacated, self._taken, with_filling=is_copied)
+        return wanted - max(num_shared, self._num_brought(sequence) if is_copied else 0)
+
+    def _is_copied(self, sequence: Sequence) -> bool:
+        """It comes back by a copy, and so can wait for another's."""
+        tier = sequence.tier
+        return tier is not None and tier.is_copy and tier not in self._room.slow
+
+    def _num_brought(self, sequence: Sequence) -> int:
+        """How many leading pages it has in common with one that comes back in this plan (R11)."""
+        limit, size = self._view.match_limit(sequence), self._view.limits.page_size
+        return max(
+            (
+                num_common_pages(other.tokens, sequence.tokens, size, min(limit, other.num_computed // size))
+                for other in self._bringing
+            ),
+            default=0,
+        )
 
     def _enter(self, sequence: Sequence) -> int:
-        """Counts its pages as taken. Returns how many of them the prompt cache provides."""
+        """Counts its pages as taken. Returns how many of them others provide."""
         view = self._view
-        chain = view.cache.match(sequence.tokens, view.match_limit(sequence))
+        is_copied = self._is_copied(sequence)
+        chain = view.cache.match(sequence.tokens, view.match_limit(sequence), with_filling=is_copied)
         wanted = view.wanted_pages(sequence, view.entry_runway)
         for node in chain:
+            if node.page in self._taken:
+                continue
+            self._taken.add(node.page)
             if view.pool.holders[node.page] and node.page not in self._vacated:
                 continue
             if view.pool.readers[node.page] or node.page in self._copied:
                 self._leaving -= 1
             else:
                 self._available -= 1
-        self._available -= wanted - len(chain)
-        self._fresh += wanted - len(chain)
-        return len(chain)
+        num_shared = max(len(chain), self._num_brought(sequence) if is_copied else 0)
+        self._available -= wanted - num_shared
+        self._fresh += wanted - num_shared
+        return num_shared
 
     def admit(self) -> None:
         """First come, first served. Smaller ones may pass the head that does not fit, until it is overdue."""
@@ -257,7 +285,11 @@ class _Draft:
     def finish(self) -> Plan:
         rows = self._rows()
         will_copy = self._view.is_copying or any(park.tier.is_copy for park in self._parks)
-        will_copy = will_copy or any(restore.tier.is_copy for restore in self._restores)
+        size = self._view.limits.page_size
+        will_copy = will_copy or any(
+            restore.tier.is_copy and restore.cached_pages * size < restore.sequence.num_computed
+            for restore in self._restores
+        )
         is_freeing = bool(self._gone) and (
             bool(self._view.oversized) or any(park.tier is Tier.RECOMPUTE for park in self._parks)
         )

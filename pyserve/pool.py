@@ -106,6 +106,14 @@ class Pool:
         """The prompt cache knows this page, which a sequence holds."""
         self.is_cached[page] = True
 
+    def uncache(self, pages: Iterable[int]) -> None:
+        """The prompt cache forgets these pages, whoever holds or reads them."""
+        for page in pages:
+            self.is_cached[page] = False
+            if not self.holders[page] and not self.readers[page]:
+                self.num_cached -= 1
+                self._free(page, 1)
+
     def evict(self, pages: list[int]) -> None:
         """The prompt cache forgets these pages, which nobody else holds."""
         for page in pages:

@@ -9,6 +9,10 @@ way and a sequence that finds its page already known under another number keeps 
 (`register` returns None). Hence whatever lies below a page that nobody holds is held by nobody either: every page that
 only the cache holds can be evicted, leaves first.
 
+A restore that is in flight makes its pages known before they are filled, so that those who come back with it take
+them instead of copies of their own (R11). Only such restores see them (`with_filling`), and wait for that copy. When
+it fails, `forget` drops the pages and all that follow them, as if they had never been known.
+
 Eviction takes the least recently used leaf. Leaves wait in a heap by time of last use; a node enters when it is a leaf
 that nobody holds, and entries that no longer describe it are dropped when they surface: O(log n) amortised.
 """
@@ -24,7 +28,7 @@ from pyserve.pool import Pool
 class Node:
     """One cached page in the tree."""
 
-    __slots__ = ("children", "depth", "key", "last_use", "page", "parent")
+    __slots__ = ("children", "depth", "is_filling", "key", "last_use", "page", "parent")
 
     def __init__(self, parent: Node | None, key: tuple[int, ...], page: int) -> None:
         self.parent = parent
@@ -33,6 +37,7 @@ class Node:
         self.page = page
         self.children: dict[tuple[int, ...], Node] = {}
         self.last_use = 0
+        self.is_filling = False  # a restore's copy is still writing the page
 
 
 class PrefixCache:
@@ -49,14 +54,16 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def match(self, tokens: Sequence[int], max_pages: int) -> list[Node]:
-        """The longest known chain of full pages that `tokens` start with, at most `max_pages` of them."""
+    def match(self, tokens: Sequence[int], max_pages: int, *, with_filling: bool = False) -> list[Node]:
+        """The longest known chain of full pages that `tokens` start with, at most `max_pages` of them. `with_filling`:
+        pages that a restore is still filling as well.
+        """
         size = self._page_size
         chain: list[Node] = []
         node = self.root
         for start in range(0, max_pages * size, size):
             child = node.children.get(tuple(tokens[start : start + size]))
-            if child is None:
+            if child is None or (child.is_filling and not with_filling):
                 break
             chain.append(child)
             node = child
@@ -75,18 +82,29 @@ class PrefixCache:
         users = (self._pool.holders[node.page] + self._pool.readers[node.page] for node in nodes)
         return nodes, next((number for number, count in enumerate(users) if count < 2), len(nodes))
 
-    def num_shared(self, tokens: Sequence[int], max_pages: int, vacated: Container[int]) -> int:
+    def num_shared(
+        self,
+        tokens: Sequence[int],
+        max_pages: int,
+        vacated: Container[int],
+        taken: Container[int] = (),
+        *,
+        with_filling: bool = False,
+    ) -> int:
         """How many pages of that chain some sequence goes on holding, so that sharing them costs no room.
 
-        `vacated`: pages whose only holder is about to go. Stops at the first page that does not count: O(1) where
-        nothing is shared.
+        `vacated`: pages whose only holder is about to go. `taken`: pages that get a holder, whatever they have now.
+        Stops at the first page that does not count: O(1) where nothing is shared.
         """
         size = self._page_size
         node: Node | None = self.root
         for depth in range(max_pages):
             assert node is not None
             node = node.children.get(tuple(tokens[depth * size : (depth + 1) * size]))
-            if node is None or not self._pool.holders[node.page] or node.page in vacated:
+            if node is None or (node.is_filling and not with_filling):
+                return depth
+            page = node.page
+            if (not self._pool.holders[page] or page in vacated) and page not in taken:
                 return depth
         return max_pages
 
@@ -96,17 +114,50 @@ class PrefixCache:
         self._pool.retain(pages)
         return pages
 
-    def register(self, parent: Node, key: tuple[int, ...], page: int) -> Node | None:
-        """The sequence that holds `parent` filled `page` with `key`. None: another page is known for these tokens."""
+    def register(self, parent: Node, key: tuple[int, ...], page: int, *, is_filling: bool = False) -> Node | None:
+        """The sequence that holds `parent` filled `page` with `key`, or is about to. None: another page is known for
+        these tokens.
+        """
         if key in parent.children:
             return None
         node = Node(parent, key, page)
+        node.is_filling = is_filling
         parent.children[key] = node
         self._nodes[page] = node
         self._pool.cache(page)
         self._now += 1
         node.last_use = self._now
         return node
+
+    def filled(self, pages: Iterable[int]) -> None:
+        """The restore that filled `pages` has landed."""
+        for page in pages:
+            if node := self._nodes.get(page):
+                node.is_filling = False
+
+    def filling_pages(self) -> set[int]:
+        return {page for page, node in self._nodes.items() if node.is_filling}
+
+    def forget(self, page: int) -> None:
+        """`page` was not filled: neither it nor what follows it is known any more. Harmless when it is not known."""
+        top = self._nodes.get(page)
+        if top is None:
+            return
+        assert top.parent is not None
+        del top.parent.children[top.key]
+        pages, nodes = [], [top]
+        while nodes:
+            node = nodes.pop()
+            nodes += node.children.values()
+            del self._nodes[node.page]
+            pages.append(node.page)
+        self._pool.uncache(pages)
+        if top.parent is not self.root and not top.parent.children and self._is_unheld(top.parent.page):
+            self._offer(top.parent)
+
+    def last_of(self, pages: Sequence[int]) -> Node:
+        """The node of the last of a sequence's leading `pages`, all of which are known; the root where there are none."""
+        return self._nodes[pages[-1]] if pages else self.root
 
     def let_go(self, pages: Iterable[int]) -> None:
         """Nobody holds these cached pages any more."""
@@ -170,3 +221,15 @@ class PrefixCache:
             if not node.children and self._is_unheld(page):
                 assert (node.last_use, page) in offered, f"page {page} can never be evicted"
         assert sum(self._pool.is_cached) == len(self._nodes), "the pool has cached pages that the cache does not know"
+
+
+def num_common_pages(first: Sequence[int], second: Sequence[int], page_size: int, max_pages: int) -> int:
+    """How many pages of `page_size` tokens both begin with, at most `max_pages`."""
+    if first[:page_size] != second[:page_size]:
+        return 0
+    low, high = min(1, max_pages), max_pages
+    while low < high:
+        middle = (low + high + 1) // 2
+        part = slice(low * page_size, middle * page_size)
+        low, high = (middle, high) if first[part] == second[part] else (low, middle - 1)
+    return low

@@ -95,6 +95,17 @@ class Residents:
             sequence.tokens.append(token)
         self._count_pages(sequence)
 
+    def adopt(self, sequence: Sequence, chain: list[Node], num_pages: int) -> list[Node]:
+        """Up to `num_pages` in all, it takes the pages that those bring who were restored just before it (R11).
+        `chain`: what it holds. Returns what it holds then.
+        """
+        if len(chain) < num_pages:
+            whole = self._view.cache.match(sequence.tokens, num_pages, with_filling=True)
+            sequence.pages += self._view.cache.take(whole[len(chain) :])
+            chain = whole
+        assert len(chain) == num_pages, f"{sequence} shares {len(chain)} pages of {num_pages}"
+        return chain
+
     def reserve(self, sequence: Sequence, chain: list[Node]) -> None:
         """Beside the pages of `chain`, which it holds: all that its tokens and its runway want (R12a)."""
         self._extend(sequence, self._view.wanted_pages(sequence, self._view.entry_runway))
@@ -125,14 +136,19 @@ class Residents:
         self._view.cache.let_go(self._view.pool.release(sequence.pages[start:]))
         del sequence.pages[start:]
 
-    def _register(self, sequence: Sequence) -> None:
-        """Tells the prompt cache which pages are full."""
+    def announce(self, sequence: Sequence) -> None:
+        """Those who come back after it may take the pages that its restore fills."""
+        if self._view.match_limit(sequence):
+            self._register(sequence, is_filling=True)
+
+    def _register(self, sequence: Sequence, is_filling: bool = False) -> None:
+        """Tells the prompt cache which pages are full, or will be."""
         size = self._view.limits.page_size
         node = sequence.cache_node
         while node is not None and (node.depth + 1) * size <= sequence.num_computed:
             start = node.depth * size
             key = tuple(sequence.tokens[start : start + size])
-            node = self._view.cache.register(node, key, sequence.pages[node.depth])
+            node = self._view.cache.register(node, key, sequence.pages[node.depth], is_filling=is_filling)
         sequence.cache_node = node
 
     def allocate_rows(self, sequences: Iterable[Sequence]) -> list[Sequence]:

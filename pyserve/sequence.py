@@ -125,6 +125,12 @@ class Sequence:
         """The most that num_computed ever was; a recomputation does not cost a place."""
         return max(self.progress, self.num_computed)
 
+    def recompute(self) -> None:
+        """What was computed is nowhere any more."""
+        self.tier = Tier.RECOMPUTE
+        self.progress = self.furthest
+        self.num_computed = self.parked_cells = 0
+
     def __repr__(self) -> str:
         return (
             f"Sequence({self.id}, {self.state.value}, computed {self.num_computed} of {len(self.tokens)}, "

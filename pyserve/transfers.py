@@ -15,7 +15,7 @@ from pyserve.ledger import Ledger
 from pyserve.park import Ending, Landed, Parking
 from pyserve.plan import Park, Restore
 from pyserve.rates import Rates
-from pyserve.sequence import Sequence, Tier
+from pyserve.sequence import Sequence, State, Tier
 from pyserve.task import Task
 from pyserve.types import Counters, Event, Preempted, Resumed
 
@@ -112,11 +112,11 @@ class Transfers:
             return
         is_ok = landed.ending is Ending.DONE
         if landed.is_restore:
-            if is_ok:
+            if is_ok and landed.num_bytes:
                 self.rates.restore[landed.tier].add(landed.num_bytes, landed.copy_s, time.monotonic())
             counters.restored_bytes += landed.num_bytes
             (self._ledger.restore_landed if is_ok else self._ledger.restore_failed)(sequence)
-            if task is not None:
+            if task is not None and sequence.state is State.RUNNING:  # else what it shares is not there: parked again
                 self._resumed(task, landed.num_bytes, landed.copy_ms)
         else:
             counters.parked_bytes += landed.num_bytes

@@ -132,13 +132,14 @@ class View:
         return sorted(candidates, key=lambda each: (each.num_parks >= starved, key(pool, each), -each.id))
 
     def match_limit(self, sequence: Sequence) -> int:
-        """How many leading pages the prompt cache may provide; at least one token is left to compute or copy."""
+        """How many leading pages others may provide: full ones, and at least one token is left to compute."""
         request = sequence.request
         if not request.cache_prompt or request.prompt_logprobs is not None:
             return 0
-        is_copied = sequence.tier is not None and sequence.tier.is_copy
-        num_tokens = sequence.num_computed if is_copied else len(sequence.tokens)
-        return (num_tokens - 1) // self.limits.page_size
+        num_tokens = len(sequence.tokens) - 1
+        if sequence.tier is not None and sequence.tier.is_copy:
+            num_tokens = min(num_tokens, sequence.num_computed)
+        return num_tokens // self.limits.page_size
 
     def debts_of(self, sequence: Sequence) -> tuple[int, int]:
         """Pages that its next step and runway need beyond those it holds, and those with the runway of an entry."""

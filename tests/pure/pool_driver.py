@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from pyserve.ledger import Ledger
-from pyserve.plan import Limits, Plan, Row, Rows
+from pyserve.plan import Limits, Park, Plan, Restore, Row, Rows
+from pyserve.prefix import num_common_pages
 from pyserve.sequence import Sequence, State, Tier
 from pyserve.types import SamplingParams, SequenceRequest
 
@@ -20,6 +22,20 @@ VOCABULARY = 5
 def next_token(tokens: list[int]) -> int:
     """What the pretended model says: a function of the position and the last tokens."""
     return hash((len(tokens), *tokens[-4:])) % VOCABULARY
+
+
+@dataclass
+class Incoming:
+    """A restore in flight. It shares `num_shared` pages, some with the restores `behind`, and fills `pages`."""
+
+    sequence: Sequence
+    num_shared: int
+    pages: list[int]
+    behind: set[int]
+    is_forsaken: bool = False  # one of those has failed
+
+    def key(self) -> tuple[object, ...]:
+        return (self.num_shared, tuple(sorted(self.behind)), self.is_forsaken)
 
 
 @dataclass
@@ -39,7 +55,9 @@ class Driver:
     kv: dict[int, list[int | None]] = field(default_factory=dict)  # page -> fingerprint of each cell
     host: dict[int, list[list[int | None]]] = field(default_factory=dict)  # sequence id -> parked pages
     parks_in_flight: dict[int, tuple[Sequence, list[list[int | None]]]] = field(default_factory=dict)
-    restores_in_flight: dict[int, tuple[Sequence, int]] = field(default_factory=dict)  # (sequence, pages it shares)
+    restores_in_flight: dict[int, Incoming] = field(default_factory=dict)
+    num_adopted: int = 0  # restores that shared pages which another was filling
+    num_forsaken: int = 0  # those of them whose pages were not filled
     marks: dict[int, list[int]] = field(default_factory=dict)  # sequence id -> fingerprint of each position
     finished: list[Sequence] = field(default_factory=list)
     failed: list[tuple[Sequence, str]] = field(default_factory=list)
@@ -86,7 +104,9 @@ class Driver:
         return sum(len(pages) for pages in self.host.values())
 
     def in_flight(self) -> list[int]:
-        return [*self.parks_in_flight, *self.restores_in_flight]
+        """Those that can land now: a restore does after those whose pages it shares."""
+        restores = self.restores_in_flight
+        return [*self.parks_in_flight, *(id for id in restores if not restores[id].behind & restores.keys())]
 
     def land(self, id: int, *, is_failed: bool = False) -> None:
         """One copy lands, or fails."""
@@ -109,27 +129,35 @@ class Driver:
             del self.host[id]
 
     def _land_restore(self, id: int, is_failed: bool) -> None:
-        sequence, num_shared = self.restores_in_flight.pop(id)
-        content = self.host.pop(id)
-        for page, cells in list(zip(sequence.pages, content, strict=False))[num_shared:]:
+        restore = self.restores_in_flight.pop(id)
+        sequence, content = restore.sequence, self.host.pop(id)
+        for page, cells in zip(restore.pages, content[restore.num_shared :], strict=False):
             self.kv[page] = [None] * self.limits.page_size if is_failed else list(cells)
-        if is_failed:
+        if is_failed or restore.is_forsaken:
+            for other in self.restores_in_flight.values():
+                other.is_forsaken |= id in other.behind
             self.ledger.restore_failed(sequence)
+            self.num_forsaken += restore.is_forsaken
         else:
             self.ledger.restore_landed(sequence)
 
+    def land_all(self) -> None:
+        while ids := self.in_flight():
+            self.land(ids[0])
+
     # One iteration
 
-    def iterate(self, landing: Callable[[list[int]], Iterable[int]] = lambda ids: ids) -> Plan:
-        """Lands the copies that `landing` picks, plans, applies, runs the step. Returns the applied plan."""
+    def iterate(self, landing: Callable[[list[int]], Iterable[int]] | None = None) -> Plan:
+        """Lands all copies, or those that `landing` picks; plans, applies, runs the step. Returns the applied plan."""
         if self.is_waiting and self.in_flight():
             self.land(self.in_flight()[0])
-        for id in list(landing(self.in_flight())):
+        if landing is None:
+            self.land_all()
+        for id in list(landing(self.in_flight())) if landing is not None else ():
             self.land(id)
         plan = self._plan()
         while not self.limits.is_async and (plan.parks or plan.restores):
-            for id in self.in_flight():
-                self.land(id)
+            self.land_all()
             plan = self._plan()
         self.num_iterations += 1
         self._check_liveness(plan)
@@ -169,9 +197,29 @@ class Driver:
         assert self.ledger.free_pages + self.ledger.cached_pages == self.limits.num_pages
 
     def _plan(self) -> Plan:
-        leader = self.ledger._view.leader()
         in_flight = sum(len(content) for _, content in self.parks_in_flight.values())
-        plan = self.ledger.plan(self.now_ms, max(0, self.host_pages - self.host_pages_used - in_flight))
+        return self.carry_out(self.ledger.plan(self.now_ms, max(0, self.host_pages - self.host_pages_used - in_flight)))
+
+    def park_all(self) -> None:
+        """Whoever runs, as if it were asked for, as far as the host takes them."""
+        in_flight = sum(len(content) for _, content in self.parks_in_flight.values())
+        room = self.host_pages - self.host_pages_used - in_flight
+        parks = []
+        for sequence in self.ledger.running():
+            num_pages = -(-sequence.num_computed // self.limits.page_size)
+            tier = Tier.RAM if 0 < num_pages <= room else Tier.RECOMPUTE
+            room -= num_pages if tier is Tier.RAM else 0
+            parks.append(Park(sequence, "forced", tier))
+        self.carry_out(Plan(parks=tuple(parks)))
+
+    def crowd_out(self) -> None:
+        """All that only the prompt cache holds goes: the pages are needed for others."""
+        if self.ledger.cached_pages:
+            self.ledger._view.cache.evict(self.ledger.cached_pages)
+
+    def carry_out(self, plan: Plan) -> Plan:
+        """Applies a plan and begins its copies."""
+        leader = self.ledger._view.leader()
         plan = self.ledger.apply(plan, self.now_ms)
         self.plans.append(plan)
         for failure in plan.failures:
@@ -191,9 +239,38 @@ class Driver:
         for restore in plan.restores:
             self.restore_log.append(restore.sequence.id)
             if restore.tier is Tier.RAM:
-                assert restore.cached_pages < len(self.host[restore.sequence.id]), "a copy of no page"
-                self.restores_in_flight[restore.sequence.id] = (restore.sequence, restore.cached_pages)
+                self._start_restore(restore)
+        self._check_sharing(plan)
         return plan
+
+    def _start_restore(self, restore: Restore) -> None:
+        sequence, num_shared = restore.sequence, restore.cached_pages
+        shared = set(sequence.pages[:num_shared])
+        behind = {id for id, other in self.restores_in_flight.items() if shared.intersection(other.pages)}
+        if num_shared == len(self.host[sequence.id]) and not behind:
+            del self.host[sequence.id]
+            self.ledger.restore_landed(sequence)
+            return
+        pages = sequence.pages[num_shared:]
+        self.restores_in_flight[sequence.id] = Incoming(sequence, num_shared, pages, behind)
+        self.num_adopted += bool(behind)
+        for page in pages[: len(self.host[sequence.id]) - num_shared]:
+            self.kv[page] = [None] * self.limits.page_size  # a copy may write anything before it lands
+
+    def _check_sharing(self, plan: Plan) -> None:
+        """Those in restore hold the pages that they have in common once (R11)."""
+        size = self.limits.page_size
+        may_share = [
+            each.sequence
+            for each in self.restores_in_flight.values()
+            if each.sequence.state is State.RESTORING and not each.is_forsaken and each.sequence.request.cache_prompt
+        ]
+        come_now = {restore.sequence.id for restore in plan.restores}
+        for one, other in combinations(may_share, 2):
+            if one.id in come_now or other.id in come_now:
+                limit = min(one.num_computed, other.num_computed) // size
+                num_common = num_common_pages(one.tokens, other.tokens, size, limit)
+                assert one.pages[:num_common] == other.pages[:num_common], f"{one} and {other} have copies of a page"
 
     def _check_liveness(self, plan: Plan) -> None:
         if plan.rows or self.in_flight() or self.ledger.is_idle or plan.failures:

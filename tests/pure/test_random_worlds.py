@@ -74,3 +74,42 @@ def test_everybody_ends_once_and_never_by_pressure(first_seed: int) -> None:
         driver.check_all_ended()
         num_iterations += driver.num_iterations
     assert num_iterations > 2000
+
+
+def walk_in_groups(driver: Driver, dice: random.Random) -> None:
+    """Groups come, are parked all at once, are forgotten by the prompt cache and come back, and much goes wrong then."""
+    base = [dice.randrange(VOCABULARY) for _ in range(60)]
+    for _ in range(8):
+        submit_some(driver, dice, base)
+        for _ in range(dice.randint(1, 8)):
+            driver.iterate()
+        driver.park_all()
+        driver.land_all()
+        driver.crowd_out()
+        for _ in range(dice.randint(1, 6)):
+            driver.iterate(lambda ids: ids[:0])
+            if in_flight := driver.in_flight():
+                driver.land(dice.choice(in_flight), is_failed=dice.random() < 0.3)
+            if dice.random() < 0.1 and driver.ledger.live():
+                driver.cancel(dice.choice(driver.ledger.live()))
+
+
+def test_groups_share_what_comes_back_before_it_is_there() -> None:
+    num_adopted = num_forsaken = 0
+    for seed in range(100):
+        dice = random.Random(seed)
+        limits = Limits(
+            num_pages=dice.randint(20, 80),
+            page_size=dice.choice([1, 2, 4]),
+            num_slots=dice.randint(3, 8),
+            runway_steps=dice.choice([8, 2]),
+            rotation_delay_ms=dice.choice([30.0, 2000.0]),
+            is_async=dice.random() < 0.8,
+        )
+        driver = Driver(limits, host_pages=dice.choice([30, 1 << 20, 1 << 20]))
+        walk_in_groups(driver, dice)
+        driver.run(driver.patience())
+        driver.check_all_ended()
+        num_adopted += driver.num_adopted
+        num_forsaken += driver.num_forsaken
+    assert num_adopted > 300 and num_forsaken > 50

@@ -69,6 +69,7 @@ class World:
             order,
             tuple(map(self._key_of, [*ledger.live(), *ledger.departing()])),
             tuple(self.driver.in_flight()),
+            tuple((id, *each.key()) for id, each in self.driver.restores_in_flight.items()),
             tuple(sorted(len(pages) for pages in self.driver.host.values())),
             (pool.num_free, pool.num_cached, pool.num_leaving, self.driver.is_waiting),
         )
@@ -76,7 +77,7 @@ class World:
     def _key_of(self, each: Sequence) -> Key:
         view = self.driver.ledger._view
         own = view.pool.num_own(each.pages) if each.state is not State.PREEMPTING else 0
-        cached = len(view.cache.match(each.tokens, CELLS))
+        cached = len(view.cache.match(each.tokens, CELLS, with_filling=True))
         progress = (each.num_computed, len(each.tokens), each.progress)
         pages = (len(each.pages), own, cached, each.cache_node is not None)
         return (each.id, each.prompt_len, each.state, each.tier, each.slot, min(each.num_parks, 4), progress, pages)
@@ -90,8 +91,7 @@ class World:
             if key in known or driver.ledger.is_idle:
                 break
             passed.append(key)
-            for id in driver.in_flight():
-                driver.land(id)
+            driver.land_all()
             driver.iterate(lambda ids: ids[:0])
         else:
             raise AssertionError(f"never ends: {driver.ledger.live()}")

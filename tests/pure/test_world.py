@@ -36,9 +36,9 @@ def limits(draw: st.DrawFn) -> Limits:
 class World(RuleBasedStateMachine):
     """Arrivals, cancels, landings and iterations in any order."""
 
-    def __init__(self, steps: list[int]) -> None:
+    def __init__(self, ended: list[Driver]) -> None:
         super().__init__()
-        self.steps = steps
+        self.ended = ended
 
     @initialize(limits=limits(), host_pages=st.sampled_from([0, 3, 12, 1 << 20]), base=st.lists(tokens, min_size=40))
     def open(self, limits: Limits, host_pages: int, base: list[int]) -> None:
@@ -64,6 +64,14 @@ class World(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         self.driver.cancel(data.draw(st.sampled_from(self.driver.ledger.live())))
+
+    @precondition(lambda self: self.driver.ledger.running() and self.driver.limits.is_parking_on)
+    @rule()
+    def park_all(self) -> None:
+        """As many as the host takes, and what the prompt cache knows of them is needed for others."""
+        self.driver.park_all()
+        self.driver.land_all()
+        self.driver.crowd_out()
 
     @rule(count=st.integers(1, 12))
     def iterate(self, count: int) -> None:
@@ -93,13 +101,13 @@ class World(RuleBasedStateMachine):
         driver = self.driver
         driver.run(driver.patience())
         driver.check_all_ended()
-        self.steps.append(driver.num_iterations)
+        self.ended.append(driver)
 
 
 def test_nothing_is_lost_in_ten_thousand_steps() -> None:
-    steps: list[int] = []
+    ended: list[Driver] = []
     run_state_machine_as_test(
-        lambda: World(steps),
+        lambda: World(ended),
         settings=settings(
             max_examples=100,
             stateful_step_count=30,
@@ -108,4 +116,5 @@ def test_nothing_is_lost_in_ten_thousand_steps() -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert sum(steps) >= 10_000, f"only {sum(steps)} steps"
+    assert sum(driver.num_iterations for driver in ended) >= 10_000
+    assert any(driver.num_adopted for driver in ended)

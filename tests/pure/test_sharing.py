@@ -1,0 +1,189 @@
+"""Sequences that come back together hold what they have in common once, whatever becomes of its copy (R11, R12a)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pyserve.plan import Limits
+from pyserve.sequence import Sequence, State, Tier
+from tests.pure.pool_driver import Driver
+
+NUM_MEMBERS = 4
+PREFIX_LEN = 48
+FOREVER = 1 << 20
+
+
+def parked_group(page_size: int, num_pages: int = 1000) -> tuple[Driver, list[Sequence]]:
+    """Prompts that begin alike and part, all parked with some of their answer, and nothing in flight."""
+    limits = Limits(num_pages, page_size, NUM_MEMBERS + 1, runway_steps=2, preempt_every=FOREVER)
+    driver = Driver(limits)
+    prefix = [number % 5 for number in range(PREFIX_LEN)]
+    group = driver.submit([[*prefix, 0]], 40)
+    driver.iterate()
+    group += driver.submit([[*prefix, number] for number in range(1, NUM_MEMBERS)], 40)
+    for _ in range(6):
+        driver.iterate()
+    driver.park_all()
+    driver.land_all()
+    assert all(each.state is State.PREEMPTED for each in group)
+    return driver, group
+
+
+def in_use(driver: Driver) -> int:
+    return driver.ledger.held_pages + driver.ledger.transfer_pages
+
+
+def come_back(driver: Driver) -> None:
+    """All that fit are on their way; nothing lands."""
+    driver.carry_out(driver.ledger.plan(driver.now_ms, FOREVER))
+    driver.ledger.check_integrity()
+
+
+def finish(driver: Driver) -> None:
+    """Everybody ends and has said what it would have said alone."""
+    driver.run(driver.patience())
+    driver.check_all_ended()
+
+
+PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 4, 16])
+
+
+@PAGE_SIZES
+@pytest.mark.parametrize("is_cached", [True, False], ids=["in the pool", "elsewhere"])
+def test_a_group_that_comes_back_holds_its_prefix_once(page_size: int, is_cached: bool) -> None:
+    driver, group = parked_group(page_size)
+    if not is_cached:
+        driver.crowd_out()
+    come_back(driver)
+    prefix = PREFIX_LEN // page_size
+    num_own = sum(len(each.pages) - prefix for each in group)
+    assert all(each.state is State.RESTORING for each in group) or (is_cached and page_size == 1)
+    assert len({page for each in group for page in each.pages[:prefix]}) == prefix
+    assert in_use(driver) == prefix + num_own
+    assert driver.num_adopted == (0 if is_cached else NUM_MEMBERS - 1)
+    driver.land_all()
+    assert all(each.state is State.RUNNING for each in group) and in_use(driver) == prefix + num_own
+    for each in group[:-1]:
+        driver.cancel(each)
+    assert in_use(driver) == len(group[-1].pages), "the prefix stays with the last that holds it"
+    finish(driver)
+
+
+@PAGE_SIZES
+def test_there_is_room_for_all_where_there_is_room_for_the_prefix_once(page_size: int) -> None:
+    """In a pool of exactly that many pages all come back in one iteration; with one page less, all but one."""
+    driver, group = parked_group(page_size)
+    view = driver.ledger._view
+    wanted = [view.wanted_pages(each, view.entry_runway) for each in group]
+    prefix = PREFIX_LEN // page_size
+    exact = prefix + sum(pages - prefix for pages in wanted)
+    for num_pages, num_back in ((exact, NUM_MEMBERS), (exact - 1, NUM_MEMBERS - 1)):
+        driver, group = parked_group(page_size)
+        driver.crowd_out()
+        driver.ledger._view.pool.allocate(1000 - num_pages)  # the rest is somebody else's
+        plan = driver.ledger.plan(driver.now_ms, FOREVER)
+        assert len(plan.restores) == num_back
+        driver.carry_out(plan)
+        assert driver.ledger.free_pages == 0 or num_back < NUM_MEMBERS
+        driver.land_all()
+        assert sum(each.state is State.RUNNING for each in group) == num_back
+
+
+@PAGE_SIZES
+def test_one_that_comes_later_takes_pages_that_are_still_being_filled(page_size: int) -> None:
+    driver, group = parked_group(page_size)
+    driver.crowd_out()
+    late = group[-1]
+    plan = driver.ledger.plan(driver.now_ms, FOREVER)
+    driver.carry_out(replace(plan, restores=plan.restores[:-1]))
+    assert late.state is State.PREEMPTED
+    num_before = in_use(driver)
+    come_back(driver)
+    assert late.state is State.RESTORING
+    assert in_use(driver) - num_before == len(late.pages) - PREFIX_LEN // page_size
+    finish(driver)
+
+
+def test_a_newcomer_does_not_take_pages_that_are_being_filled() -> None:
+    driver, group = parked_group(4)
+    driver.crowd_out()
+    come_back(driver)
+    newcomer = driver.submit([group[0].tokens[:]], 3)[0]
+    come_back(driver)
+    assert newcomer.state is State.RUNNING and newcomer.num_cached == 0
+    assert not set(newcomer.pages).intersection(*(each.pages for each in group))
+    finish(driver)
+
+
+@PAGE_SIZES
+@pytest.mark.parametrize("order", ["first", "own copies first"])
+def test_when_the_copy_of_the_prefix_fails_the_others_are_computed_again(page_size: int, order: str) -> None:
+    driver, group = parked_group(page_size)
+    driver.crowd_out()
+    come_back(driver)
+    first, others = group[0], group[1:]
+    assert driver.in_flight() == [first.id]
+    driver.land(first.id, is_failed=True)
+    driver.ledger.check_integrity()
+    assert first.state is State.RUNNING and first.num_computed == 0
+    assert len(first.pages) + sum(len(each.pages) for each in others) == in_use(driver), "the prefix is let go at once"
+    come_back(driver)
+    for each in others if order == "first" else reversed(others):
+        assert each.state is State.RESTORING, "its own copy may still write to its pages"
+        driver.land(each.id)
+        assert (each.state, each.tier, each.pages) == (State.PREEMPTED, Tier.RECOMPUTE, [])
+        driver.ledger.check_integrity()
+    finish(driver)
+
+
+@PAGE_SIZES
+def test_a_prefix_whose_sequence_ends_is_filled_for_the_others(page_size: int) -> None:
+    driver, group = parked_group(page_size)
+    driver.crowd_out()
+    come_back(driver)
+    driver.cancel(group[0])
+    assert driver.in_flight() == [group[0].id], "its copy goes on"
+    driver.land_all()
+    assert all(each.state is State.RUNNING and each.num_computed >= PREFIX_LEN for each in group[1:])
+    prefix = PREFIX_LEN // page_size
+    assert in_use(driver) == prefix + sum(len(each.pages) - prefix for each in group[1:])
+    finish(driver)
+
+
+@PAGE_SIZES
+def test_a_prefix_whose_sequence_ends_and_whose_copy_fails_is_computed_again(page_size: int) -> None:
+    driver, group = parked_group(page_size)
+    driver.crowd_out()
+    come_back(driver)
+    driver.cancel(group[0])
+    driver.cancel(group[1])
+    driver.land(group[0].id, is_failed=True)
+    driver.land_all()
+    assert [each.state for each in group[2:]] == [State.PREEMPTED, State.PREEMPTED]
+    finish(driver)
+
+
+@PAGE_SIZES
+def test_a_prefix_that_is_overdue_is_not_waited_for_and_its_pages_stay_out_of_use(page_size: int) -> None:
+    driver, group = parked_group(page_size)
+    driver.crowd_out()
+    come_back(driver)
+    ledger, first = driver.ledger, group[0]
+    pages = list(first.pages)
+    del driver.restores_in_flight[first.id], driver.host[first.id]
+    ledger.copy_overdue(first, 7, driver.now_ms)
+    ledger.check_integrity()
+    for each in group[1:]:
+        driver.restores_in_flight[each.id].is_forsaken = True
+    driver.land_all()
+    assert all(each.state is State.PREEMPTED for each in group)
+    come_back(driver)
+    assert all(each.state is State.RUNNING and not set(pages).intersection(each.pages) for each in group)
+    assert ledger.transfer_pages == len(pages)
+    for _ in range(3):
+        driver.iterate()
+    ledger.overdue_landed(7)
+    assert ledger.transfer_pages == 0
+    finish(driver)
