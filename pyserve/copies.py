@@ -61,7 +61,7 @@ class Copy:
         return sum(event.copy_s for event in self.events)
 
     def fill(self, pages: Items[int], num_shared: int, others: Iterable[Copy]) -> None:
-        """It is to fill `pages`, all but the first `num_shared`. Those of `others` that fill some of these come first."""
+        """It is to fill `pages`, all but the first `num_shared`, behind those of `others` that fill some of these."""
         shared = set(pages[:num_shared])
         # Who shares a page shares all before it, so the first that another fills tells.
         self.behind = [other for other in others if other.is_restore and other.pages and other.pages[0] in shared]

@@ -50,7 +50,7 @@ class Incoming:
         return len(shared)
 
     def overdue(self, sequence: Sequence) -> None:
-        """Its copy is not waited for any more. It is left with the pages which that may still write, as their reader."""
+        """Its copy is not waited for any more. It is left, as a reader, with the pages that may still be written."""
         self._forget(sequence)
         self._let_go_of_shared(sequence)
         self._view.pool.start_reading(sequence.pages)
@@ -78,7 +78,11 @@ class Incoming:
             return
         view.cache.forget(own[0])  # and all that follow it
         for other in [*view.restoring.values(), *view.departing.values()]:
-            if other is not sequence and other in self and own[0] in self._split(other)[0][len(shared) : len(shared) + 1]:
+            if (
+                other is not sequence
+                and other in self
+                and own[0] in self._split(other)[0][len(shared) : len(shared) + 1]
+            ):
                 self._let_go_of_shared(other)
                 if other.state is State.RESTORING:
                     other.recompute()

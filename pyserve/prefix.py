@@ -156,7 +156,7 @@ class PrefixCache:
             self._offer(top.parent)
 
     def last_of(self, pages: Sequence[int]) -> Node:
-        """The node of the last of a sequence's leading `pages`, all of which are known; the root where there are none."""
+        """The node of the last of a sequence's leading `pages`, all of which are known; without any the root."""
         return self._nodes[pages[-1]] if pages else self.root
 
     def let_go(self, pages: Iterable[int]) -> None:

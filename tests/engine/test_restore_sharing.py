@@ -167,7 +167,7 @@ def test_when_the_first_is_overdue_the_second_fails() -> None:
     _, parking, first, second = both_parked(stream)
     parking.deadline_s = 0.02
     restore_both(parking, first, second)
-    assert [each.ending for each in landed(parking, 2)][0] is Ending.OVERDUE
+    assert landed(parking, 2)[0].ending is Ending.OVERDUE
     assert not parking.is_busy and parking.has_overdue
     stream.release()
     late = [each for each in landed(parking, 1) if each.sequence is first]
@@ -209,9 +209,9 @@ def together(counts: list[bool], fault: Callable[[int, bool], str | None] | None
             if ledger.cached_pages:
                 ledger._view.cache.evict(ledger.cached_pages)
             running = ledger.running()
-            is_time = len(running) == len(ledger.live()) and all(e.num_generated >= 6 * (e.num_parks + 1) for e in running)
+            is_due = all(each.num_generated >= 6 * (each.num_parks + 1) for each in running)
             for each in running:
-                each.num_forced_parks = -1 if is_time else 1 << 30
+                each.num_forced_parks = -1 if is_due and len(running) == len(ledger.live()) else 1 << 30
             return plan(*args)
 
         def counted(sequence: Sequence, pages: list[int], *, cached_pages: int) -> bool:

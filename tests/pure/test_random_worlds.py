@@ -77,7 +77,7 @@ def test_everybody_ends_once_and_never_by_pressure(first_seed: int) -> None:
 
 
 def walk_in_groups(driver: Driver, dice: random.Random) -> None:
-    """Groups come, are parked all at once, are forgotten by the prompt cache and come back, and much goes wrong then."""
+    """Groups come, are parked all at once, are forgotten by the prompt cache, and come back; much goes wrong then."""
     base = [dice.randrange(VOCABULARY) for _ in range(60)]
     for _ in range(8):
         submit_some(driver, dice, base)

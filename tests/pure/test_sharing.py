@@ -48,10 +48,11 @@ def finish(driver: Driver) -> None:
 
 
 PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 4, 16])
+PLACES = pytest.mark.parametrize("is_cached", [True, False], ids=["in the pool", "elsewhere"])
 
 
 @PAGE_SIZES
-@pytest.mark.parametrize("is_cached", [True, False], ids=["in the pool", "elsewhere"])
+@PLACES
 def test_a_group_that_comes_back_holds_its_prefix_once(page_size: int, is_cached: bool) -> None:
     driver, group = parked_group(page_size)
     if not is_cached:
@@ -72,23 +73,38 @@ def test_a_group_that_comes_back_holds_its_prefix_once(page_size: int, is_cached
 
 
 @PAGE_SIZES
-def test_there_is_room_for_all_where_there_is_room_for_the_prefix_once(page_size: int) -> None:
-    """In a pool of exactly that many pages all come back in one iteration; with one page less, all but one."""
+@PLACES
+@pytest.mark.parametrize("num_missing", [0, 1])
+def test_all_come_back_at_once_where_there_is_room_for_the_prefix_once(
+    page_size: int, is_cached: bool, num_missing: int
+) -> None:
     driver, group = parked_group(page_size)
-    view = driver.ledger._view
-    wanted = [view.wanted_pages(each, view.entry_runway) for each in group]
-    prefix = PREFIX_LEN // page_size
-    exact = prefix + sum(pages - prefix for pages in wanted)
-    for num_pages, num_back in ((exact, NUM_MEMBERS), (exact - 1, NUM_MEMBERS - 1)):
-        driver, group = parked_group(page_size)
+    if not is_cached:
         driver.crowd_out()
-        driver.ledger._view.pool.allocate(1000 - num_pages)  # the rest is somebody else's
-        plan = driver.ledger.plan(driver.now_ms, FOREVER)
-        assert len(plan.restores) == num_back
-        driver.carry_out(plan)
-        assert driver.ledger.free_pages == 0 or num_back < NUM_MEMBERS
-        driver.land_all()
-        assert sum(each.state is State.RUNNING for each in group) == num_back
+    view = driver.ledger._view
+    prefix = PREFIX_LEN // page_size
+    exact = prefix + sum(view.wanted_pages(each, view.entry_runway) - prefix for each in group)
+    view.pool.allocate(1000 - exact + num_missing)  # the rest is somebody else's
+    plan = driver.ledger.plan(driver.now_ms, FOREVER)
+    assert len(plan.restores) == NUM_MEMBERS - num_missing
+    driver.carry_out(plan)
+    assert num_missing or driver.ledger.free_pages + driver.ledger.cached_pages == 0
+    driver.land_all()
+    assert sum(each.state is State.RUNNING for each in group) == NUM_MEMBERS - num_missing
+
+
+@pytest.mark.parametrize("num_missing", [0, 1])
+def test_newcomers_of_one_moment_take_a_cached_prompt_once(num_missing: int) -> None:
+    driver = Driver(Limits(100, 4, 3, runway_steps=0))
+    prefix = [number % 5 for number in range(40)]
+    driver.submit([[*prefix, 0]], 1)
+    driver.run(5)
+    driver.submit([[*prefix, number] for number in (1, 2, 3)], 1)
+    driver.ledger._view.pool.allocate(
+        100 - 10 - 3 + num_missing
+    )  # all but ten pages for the prefix and three for the rest
+    plan = driver.ledger.plan(driver.now_ms, FOREVER)
+    assert [admission.cached_pages for admission in plan.admissions] == [10] * (3 - num_missing)
 
 
 @PAGE_SIZES
