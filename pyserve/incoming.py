@@ -78,11 +78,9 @@ class Incoming:
             return
         view.cache.forget(own[0])  # and all that follow it
         for other in [*view.restoring.values(), *view.departing.values()]:
-            if (
-                other is not sequence
-                and other in self
-                and own[0] in self._split(other)[0][len(shared) : len(shared) + 1]
-            ):
+            if other is sequence or other not in self:
+                continue
+            if self._split(other)[0][len(shared) : len(shared) + 1] == own[:1]:
                 self._let_go_of_shared(other)
                 if other.state is State.RESTORING:
                     other.recompute()

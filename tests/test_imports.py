@@ -19,7 +19,7 @@ LAYERS = (
     ("plan", "pool", "prefix", "sequence", "page_runs"),
     ("policy",),
     ("view",),
-    ("census", "planner", "integrity", "residents"),
+    ("census", "planner", "integrity", "residents", "incoming"),
     ("ledger", "rates"),
     ("ops",),
     ("sampler",),
@@ -43,7 +43,7 @@ FENCES = {
 }
 # What the pure core may import from outside: no torch, no clock, no input or output.
 PURE = {
-    "plan", "pool", "prefix", "sequence", "page_runs", "policy", "view", "census", "residents", "planner",
+    "plan", "pool", "prefix", "sequence", "page_runs", "policy", "view", "census", "residents", "incoming", "planner",
     "integrity", "ledger",
 }  # fmt: skip
 PURE_MAY_IMPORT = {

@@ -100,9 +100,7 @@ def test_newcomers_of_one_moment_take_a_cached_prompt_once(num_missing: int) -> 
     driver.submit([[*prefix, 0]], 1)
     driver.run(5)
     driver.submit([[*prefix, number] for number in (1, 2, 3)], 1)
-    driver.ledger._view.pool.allocate(
-        100 - 10 - 3 + num_missing
-    )  # all but ten pages for the prefix and three for the rest
+    driver.ledger._view.pool.allocate(87 + num_missing)  # ten are left for the prefix and three for the rest
     plan = driver.ledger.plan(driver.now_ms, FOREVER)
     assert [admission.cached_pages for admission in plan.admissions] == [10] * (3 - num_missing)
 
