@@ -10,15 +10,17 @@ One iteration (`_iterate`).
 4. Park and restore copies are posted to the copy stream.
 5. The step starts, in a thread of the program's that needs no interpreter lock and tells the loop through a descriptor.
 6. While it runs, the events of the previous step go to their clients (`Generation.put`, which never waits).
-7. If nothing but decoding is to be done, the next step is started behind it (`_look_ahead`): it takes its tokens from
-   this one without the loop, and the next iteration finds it running and leaves out 3 to 5.
+7. Copies of this iteration land while it runs, and those that can come back do (`Beside`). If nothing but decoding is
+   to be done then, the next step is started behind it: it takes its tokens from this one without the loop, and the next
+   iteration finds it running and leaves out 3 to 5.
 8. The step is awaited; sampled tokens extend their sequences; those that are done leave their slots.
 
-Guarantees. A copy is posted only while no step runs or waits, so no step reads or writes a page in transfer. A sequence
-ends exactly once, by `_end`, whatever ended it: it leaves the ledger, its host state is given back, its client gets one
-last event. A cancel takes effect at the start of the next iteration, that is within one step; a row of it that was
-looked ahead is computed for nobody. A step that fails ends the sequences in it and no other. An error in the engine
-itself ends every sequence with a message and the engine goes on.
+Guarantees. A copy out is posted only while no step runs or waits; one back may be posted beside a step that runs, as
+long as none of its sequences has ended. So no step reads or writes a page in transfer. A sequence ends exactly once, by
+`_end`, whatever ended it: it leaves the ledger, its host state is given back, its client gets one last event. A cancel
+takes effect at the start of the next iteration, that is within one step; a row of it that was looked ahead is computed
+for nobody. A step that fails ends the sequences in it and no other. An error in the engine itself ends every sequence
+with a message and the engine goes on.
 
 With `is_async` off, each copy is awaited where it is posted, and the plan is made again with the pages that it freed.
 
@@ -32,8 +34,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence as Items
-from concurrent.futures import ThreadPoolExecutor
 
+from pyserve.beside import Beside
+from pyserve.copy_watch import CopyWatch
 from pyserve.errors import PoolExhausted, PyserveError, StepFailed, Unavailable
 from pyserve.generation import Generation
 from pyserve.ledger import Ledger
@@ -62,7 +65,6 @@ from pyserve.types import (
 
 log = logging.getLogger("pyserve.engine")
 
-_COPY_WAIT_S = 1.0
 _STUCK_WAIT_S = 1.0
 _REST_S = 0.02
 _PROMPT_STEP_TOKENS = 64  # a step with so many prompt tokens tells how fast prompts are computed
@@ -87,7 +89,8 @@ class Engine:
         self._transfers = Transfers(ledger, parking, self._tasks, self.counters, self._post)
         self._wake = asyncio.Event()
         self._steps = Steps(runner)
-        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="pyserve-copy-wait")
+        self._copy_watch = CopyWatch(parking)
+        self._beside = Beside(ledger, self._transfers, self._steps, self._copy_watch, self._tasks, info.context_len)
         self._gaps: list[float] = []  # seconds between tokens, of the step that is being counted
         self._ahead: Begun | None = None  # the step behind the one that was awaited last
         self._is_stopping = self._is_stuck = False
@@ -152,7 +155,7 @@ class Engine:
             self._end_all(Unavailable("the server is shutting down"))
             self._deliver()
             await self._steps.close()
-            self._waiter.shutdown()
+            self._copy_watch.close()
             self._parking.close()
 
     async def _iterate(self) -> None:
@@ -161,8 +164,10 @@ class Engine:
         self._transfers.prepare()
         self._take_inbox()
         begun, self._ahead = self._ahead, None
+        moved: list[Sequence] = []
         if begun is None:
             plan = await self._plan_and_apply()
+            moved = plan.moved
             self._snapshot = None  # a client may have asked during a synchronous copy
             if not plan.rows:
                 self._deliver()
@@ -170,37 +175,18 @@ class Engine:
                 return
             begun = self._steps.start(self._runner.prepare(plan.rows))
         self._deliver()
-        self._ahead = self._look_ahead(begun)
+        is_seen = await self._beside.have_landed(moved, begun)
+        self._snapshot = None
+        if is_seen and not self._arrivals and not self._cancels:
+            self._ahead = self._beside.look_ahead(begun)
         await self._finish_step(begun)
-
-    def _look_ahead(self, begun: Begun) -> Begun | None:
-        """Start the decode step behind the one that runs, if that is all there is to do, for those who go on.
-
-        Whether one ends by its token is not known yet: its row is computed for nobody then.
-        """
-        if self._arrivals or self._cancels or not self._steps.can_start_behind(begun):
-            return None
-        running = begun.step.rows
-        places = [place for place, sequence in enumerate(running.sequences) if self._goes_on(sequence)]
-        rows = running.following(places)
-        is_allowed = bool(places) and self._ledger.may_follow(rows, self._plan(time.monotonic()))
-        return self._steps.start_behind(rows, places) if is_allowed else None
-
-    def _goes_on(self, sequence: Sequence) -> bool:
-        """Whether a sequence in the running step wants another token after it, if that is not one to stop at."""
-        task = self._tasks.get(sequence.id)
-        if task is None or len(sequence.tokens) >= self.info.context_len:
-            return False
-        max_tokens = sequence.request.max_tokens
-        return max_tokens is None or task.num_sent + 1 < max_tokens
 
     async def _rest(self, plan: Plan) -> None:
         """Nothing to run: wait for a copy, for work, or, if there is work that nothing moves, say so."""
         if plan.parks or plan.restores or plan.admissions or plan.failures or self._arrivals or self._cancels:
             return  # something moved: plan again
         if self._parking.is_busy or self._parking.has_overdue:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._waiter, self._parking.wait_any, _COPY_WAIT_S)
+            await self._copy_watch.wait()
             return
         self._wake.clear()
         if not self._tasks:  # memory that is still being made has to be given back as well
@@ -241,7 +227,7 @@ class Engine:
     async def _plan_and_apply(self) -> Plan:
         while True:
             now_s = time.monotonic()
-            plan = self._ledger.apply(self._plan(now_s), now_s * 1e3)
+            plan = self._ledger.apply(self._transfers.plan(now_s), now_s * 1e3)
             for admission in plan.admissions:
                 self._admitted(self._tasks[admission.sequence.id])
             for failure in plan.failures:
@@ -253,15 +239,9 @@ class Engine:
                 return plan
             await self._land_everything()
 
-    def _plan(self, now_s: float) -> Plan:
-        room, disk_room = self._parking.free_pages(), self._parking.disk_free_pages()
-        slow = self._transfers.rates.slow_tiers(now_s)
-        return self._ledger.plan(now_s * 1e3, room, disk_room, slow, self._transfers.spared_pages)
-
     async def _land_everything(self) -> None:
-        loop = asyncio.get_running_loop()
         while self._parking.is_busy:
-            await loop.run_in_executor(self._waiter, self._parking.wait_any, _COPY_WAIT_S)
+            await self._copy_watch.wait()
             self._transfers.collect()
 
     def _admitted(self, task: Task) -> None:

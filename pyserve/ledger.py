@@ -107,16 +107,20 @@ class Ledger(Census):
         num_evicted = self._residents.num_evicted - num_evicted
         return plan if plan.num_evictions == num_evicted else replace(plan, num_evictions=num_evicted)
 
-    def may_follow(self, rows: Rows, plan: Plan) -> bool:
-        """Whether the decode rows `rows` may run behind the step that runs; their pages are theirs then.
+    def may_follow(self, rows: Rows, plan: Plan, running: Rows) -> bool:
+        """Whether the decode rows `rows` may run behind the step of `running`; their pages are theirs then.
 
-        `plan`: what would be done now. False: there is something to do first, or no page is left. A sequence may end
+        `plan`: what would be done now. False: there is something to do first, somebody runs whom the step that runs
+        leaves out (back from a park since it began, its token is known already), or no page is left. A sequence may end
         before its row has run; what that writes is in no page that anyone reads, because what is copied or computed
         from there on comes after it.
         """
         view = self._view
         is_idle = not (plan.parks or plan.restores or plan.admissions or plan.failures or plan.refused_rotation)
-        if not is_idle or plan.rotation_head is not view.rotation_head or len(plan.rows) != len(view.running):
+        if not is_idle or plan.rotation_head is not view.rotation_head:
+            return False
+        num_in_it = [each.state for each in running.sequences].count(State.RUNNING)
+        if not len(plan.rows) == len(view.running) == num_in_it:
             return False
         return self._residents.have_pages(rows)
 

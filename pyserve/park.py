@@ -251,9 +251,10 @@ class Parking:
 
     def wait_any(self, timeout_s: float) -> None:
         """Block until something has happened, or the time is over. For a worker thread, never for the event loop."""
-        posted = [copy for copy in (*self._copies.values(), *self._overdue.values()) if not copy.is_queued]
+        copies, overdue = tuple(self._copies.values()), tuple(self._overdue.values())  # the loop goes on meanwhile
+        posted = [copy for copy in (*copies, *overdue) if not copy.is_queued]
         now_s = time.monotonic()
-        timeout_s = min((timeout_s, *(max(0.0, copy.deadline_s - now_s) for copy in self._copies.values())))
+        timeout_s = min((timeout_s, *(max(0.0, copy.deadline_s - now_s) for copy in copies)))
         if posted:
             posted[0].wait(timeout_s)
         elif self.arena.is_growing:

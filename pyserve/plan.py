@@ -169,3 +169,8 @@ class Plan:
     must_wait_for_copy: bool = False
     rotation_head: Sequence | None = None  # the parked one that room is made for; it comes back before all others
     refused_rotation: Sequence | None = None  # the parked head, once per park, when no tier could hold a second one
+
+    @property
+    def moved(self) -> list[Sequence]:
+        """Those that are parked or brought back."""
+        return [*(park.sequence for park in self.parks), *(restore.sequence for restore in self.restores)]

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Items
 
 from pyserve.ledger import Ledger
 from pyserve.park import Ending, Landed, Parking
-from pyserve.plan import Park, Restore
+from pyserve.plan import Park, Plan, Restore
 from pyserve.rates import Rates
 from pyserve.sequence import Sequence, State, Tier
 from pyserve.task import Task
@@ -48,6 +48,15 @@ class Transfers:
         """Take note of every copy that has ended. Never waits."""
         for landed in self._parking.landed():
             self._land(landed)
+
+    def is_copying(self, sequence: Sequence) -> bool:
+        """A copy of it will land, or be overdue."""
+        return self._parking.is_copying(sequence)
+
+    def plan(self, now_s: float) -> Plan:
+        """What the ledger would do now, with the room that the tiers have."""
+        room, disk_room = self._parking.free_pages(), self._parking.disk_free_pages()
+        return self._ledger.plan(now_s * 1e3, room, disk_room, self.rates.slow_tiers(now_s), self.spared_pages)
 
     def start(self, parks: Items[Park], restores: Items[Restore]) -> None:
         """Post the copies of an applied plan."""

@@ -25,9 +25,10 @@ LAYERS = (
     ("sampler",),
     ("models", "slot_sampling", "kv_store", "host_arena", "disk_tier", "parked", "copies", "tiers", "park"),
     ("runner",),
-    ("generation", "steps"),
+    ("generation", "steps", "copy_watch"),
     ("task",),
     ("snapshot", "transfers"),
+    ("beside",),
     ("engine",),
     ("handle",),
     ("serving",),
@@ -39,7 +40,7 @@ FENCES = {
     "torch": {"ops", "models", "sampler", "kv_store", "host_arena", "disk_tier", "tiers", "runner", "slot_sampling"},
     "starlette": {"http", "app"},
     "hypercorn": {"__main__"},
-    "asyncio": {"engine", "generation", "handle", "serving", "steps", "park", "http", "app", "__main__"},
+    "asyncio": {"engine", "generation", "handle", "serving", "steps", "copy_watch", "park", "http", "app", "__main__"},
 }
 # What the pure core may import from outside: no torch, no clock, no input or output.
 PURE = {

@@ -1,0 +1,92 @@
+"""What a park costs in steps, on a clock that ticks in steps: copies land as many steps after they were posted as the
+test says, and no step is done before a copy that is due in it has landed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from pyserve.engine import Engine
+from pyserve.models.load import Model
+from tests.engine.faults import GatedStream
+from tests.engine.workload import SEEDED, alone, assert_clean, request, run
+
+
+class Pace:
+    """Lets copies through when `copy_steps` steps have been started since they were posted, and notes every step."""
+
+    def __init__(self, copy_steps: int) -> None:
+        self.copy_steps = copy_steps
+        self.stream = GatedStream()
+        self.num_steps_held = 0
+        self.steps: list[list[int]] = []  # the sequences of each
+        self.give_up_s = time.monotonic() + 20  # an engine that takes no note of copies while a step runs would wait
+        self.num_alone = 0  # steps that were not started behind another
+
+    def set(self, engine: Engine) -> None:
+        runner: Any = engine._runner
+        num_done, start = runner.num_done, runner.start
+
+        def num_done_after_copies() -> int:
+            """Whoever gets a 0 asks again, for the descriptor stays readable."""
+            return 0 if is_due() else num_done()
+
+        def is_due() -> bool:
+            if not self.copy_steps:
+                return engine._parking.is_busy and time.monotonic() < self.give_up_s
+            return bool(self.stream.real.num_outstanding())
+
+        def noted(step: Any) -> None:
+            self.steps.append(step.ids)
+            self.num_alone += step.sources is None
+            self.num_steps_held += bool(self.stream.held)
+            if self.num_steps_held == self.copy_steps:
+                self.num_steps_held = 0
+                self.stream.let_through()
+            start(step)
+
+        runner.num_done, runner.start = num_done_after_copies, noted
+        if self.copy_steps:
+            engine._parking.tiers.stream.close()
+            engine._parking.tiers.stream = self.stream  # type: ignore[assignment]
+
+    def missed(self) -> Counter[int]:
+        """By sequence: the steps that it was not in, between its first and its last."""
+        counts: Counter[int] = Counter()
+        for id in {id for step in self.steps for id in step}:
+            was_in = [id in step for step in self.steps]
+            last = len(was_in) - was_in[::-1].index(True)
+            counts[id] = was_in[was_in.index(True) : last].count(False)
+        return counts
+
+
+def test_a_park_whose_copies_are_quick_costs_one_step(tiny_model: Model) -> None:
+    """The one that runs while they are made, though it was parked and brought back in it (R12b)."""
+    pace = Pace(copy_steps=0)
+    chats = [request(seed, 20, 60, sampling=SEEDED) for seed in range(4)]
+    result = run(
+        tiny_model, [[chat] for chat in chats], ctx_size=512, parallel=4, batch_size=8, preempt_every=8, prepare=pace.set
+    )
+    num_parks = [outcome.notices.count("Preempted") for outcome in result.outcomes]
+    assert num_parks == [7] * 4
+    assert max(pace.missed().values()) <= 7
+    assert [outcome.tokens for outcome in result.outcomes] == [alone(tiny_model, chat) for chat in chats]
+    assert_clean(result)
+
+
+def test_a_park_whose_copies_are_slow_costs_them_and_three_steps(tiny_model: Model) -> None:
+    """Meanwhile the others' steps start one behind the other."""
+    pace = Pace(copy_steps=10)
+    chats = [request(1, 10, 120), request(2, 250, 70)]  # parked at different times, and once each
+    result = run(
+        tiny_model, [[chat] for chat in chats], ctx_size=512, parallel=2, batch_size=8, preempt_every=64,
+        prepare=pace.set,
+    )  # fmt: skip
+    assert [outcome.notices for outcome in result.outcomes] == [["Preempted", "Resumed"]] * 2
+    assert max(pace.missed().values()) <= 2 * 10 + 3
+    num_prompt_steps = (10 + 250) // 8 + 1
+    assert pace.num_alone <= num_prompt_steps + 2 * 5
+    assert [outcome.tokens for outcome in result.outcomes] == [alone(tiny_model, chat) for chat in chats]
+    assert_clean(result)
