@@ -67,7 +67,13 @@ def test_a_park_whose_copies_are_quick_costs_one_step(tiny_model: Model) -> None
     pace = Pace(copy_steps=0)
     chats = [request(seed, 20, 60, sampling=SEEDED) for seed in range(4)]
     result = run(
-        tiny_model, [[chat] for chat in chats], ctx_size=512, parallel=4, batch_size=8, preempt_every=8, prepare=pace.set
+        tiny_model,
+        [[chat] for chat in chats],
+        ctx_size=512,
+        parallel=4,
+        batch_size=8,
+        preempt_every=8,
+        prepare=pace.set,
     )
     num_parks = [outcome.notices.count("Preempted") for outcome in result.outcomes]
     assert num_parks == [7] * 4
