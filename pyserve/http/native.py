@@ -32,7 +32,7 @@ async def completion(request: Request) -> Response:
 
 def _job(data: bytes, state: ServerState) -> Job:
     body = decode(data, NativeBody)
-    prompts = completion_prompts(body.prompt, state.served.tokenizer)
+    prompts = completion_prompts(body.prompt, state)
     count = sampling.check_logprobs("n_probs", body.n_probs) if body.n_probs else None
     return make_job(body, prompts, state, prefix="cmpl-", num_logprobs=count)
 

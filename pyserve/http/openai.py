@@ -61,7 +61,7 @@ def chat_tokens(body: ChatBody, state: ServerState) -> tuple[TokenPrompt, str]:
     served = state.served
     chat = render_chat(body, served.chat_template)
     wants_echo = body.echo if body.echo is not None else not (chat.is_prefill_asked or body.stream)
-    return chat_prompt(chat.text, served.tokenizer), chat.prefill if wants_echo else ""
+    return chat_prompt(chat.text, state), chat.prefill if wants_echo else ""
 
 
 def _chat_job(data: bytes, state: ServerState) -> Job:
@@ -88,7 +88,7 @@ def _completion_job(data: bytes, state: ServerState) -> tuple[Job, list[int]]:
         raise InvalidRequest("Field 'suffix': insertion is not supported", param="suffix")
     if body.best_of is not None and body.best_of > (body.n or 1):
         raise InvalidRequest("Field 'best_of': not supported above 'n'", param="best_of")
-    prompts = completion_prompts(body.prompt, tokenizer)
+    prompts = completion_prompts(body.prompt, state)
     count = None if body.logprobs is None else sampling.check_logprobs("logprobs", body.logprobs)
     echoes = tuple(tokenizer.decode(prompt.tokens[prompt.num_added :]) for prompt in prompts) if body.echo else ()
     job = make_job(

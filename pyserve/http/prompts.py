@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pyserve.errors import InvalidRequest
+from pyserve.errors import ContextExceeded, InvalidRequest
 from pyserve.http.schema import Prompt
 
 if TYPE_CHECKING:
+    from pyserve.http.state import ServerState
     from pyserve.text.tokenizer import Tokenizer
+
+# How many bytes of text a token may stand for on average, in bytes of the longest token: more than one, because some
+# vocabularies normalise a text before they cut it.
+SHRINKAGE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,21 +26,31 @@ class TokenPrompt:
     num_added: int = 0
 
 
-def completion_prompts(prompt: Prompt | None, tokenizer: Tokenizer) -> list[TokenPrompt]:
-    """A string, token ids, a mix of both, or a list of strings and lists of ids. Raises InvalidRequest."""
+def completion_prompts(prompt: Prompt | None, state: ServerState) -> list[TokenPrompt]:
+    """A string, token ids, a mix of both, or a list of strings and lists of ids. Raises InvalidRequest.
+
+    What can never be served is refused before the work: millions of prompts, a text beyond any context.
+    """
+    tokenizer = state.served.tokenizer
     if prompt is None:
         raise InvalidRequest("Field 'prompt' is missing", param="prompt")
+    check_text_size([prompt] if isinstance(prompt, str) else (part for part in prompt if isinstance(part, str)), state)
     if isinstance(prompt, str):
         return [_text(prompt, tokenizer, "prompt")]
     if not prompt:
         raise InvalidRequest("Field 'prompt': expected at least one prompt", param="prompt")
     if any(isinstance(part, int) for part in prompt):
         return [_mixed(prompt, tokenizer)]
+    most = state.settings.max_queue + state.served.engine.limits.num_slots
+    if len(prompt) > most:
+        raise InvalidRequest(f"Field 'prompt': expected at most {most} prompts, got {len(prompt)}", param="prompt")
     return [_one(part, tokenizer, f"prompt[{index}]") for index, part in enumerate(prompt)]
 
 
-def chat_prompt(text: str, tokenizer: Tokenizer) -> TokenPrompt:
+def chat_prompt(text: str, state: ServerState) -> TokenPrompt:
     """A rendered chat: special tokens are read as such, and BOS is added unless the template wrote it."""
+    tokenizer = state.served.tokenizer
+    check_text_size([text], state)
     tokens = tokenizer.encode(text)
     bos = tokenizer.bos_id
     if tokenizer.adds_bos and bos is not None and tokens[:1] != [bos]:
@@ -43,6 +58,17 @@ def chat_prompt(text: str, tokenizer: Tokenizer) -> TokenPrompt:
     if not tokens:
         raise InvalidRequest("Field 'messages': the prompt is empty", param="messages")
     return TokenPrompt(tuple(tokens))
+
+
+def check_text_size(texts: Iterable[str], state: ServerState) -> None:
+    """Raises ContextExceeded for a text that cannot fit, whatever its tokens are, before memory is spent on them."""
+    context_len = state.served.engine.limits.context_len
+    most = context_len * state.served.tokenizer.longest_token_bytes * SHRINKAGE
+    for text in texts:
+        if len(text) > most:
+            least = len(text) * context_len // most
+            message = f"the prompt has at least {least} tokens and a conversation may have {context_len}: shorten it"
+            raise ContextExceeded(message, n_prompt_tokens=least, n_ctx=context_len)
 
 
 def check_tokens(tokens: Sequence[int], tokenizer: Tokenizer, field: str) -> tuple[int, ...]:

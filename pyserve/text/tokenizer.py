@@ -31,6 +31,7 @@ class Tokenizer:
         self.adds_eos = vocabulary.adds_eos
         self.strips_leading_space = vocabulary.strips_leading_space
         self.vocab_size = len(vocabulary.pieces.texts)
+        self.longest_token_bytes = max(map(len, vocabulary.pieces.data), default=0)
         self._pieces = vocabulary.pieces
         self._encoder = vocabulary.encoder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -11,6 +12,7 @@ from pyserve.types import Failed, SequenceRequest, SequenceStats, Started
 from tests.http.asking import CHAT, COMPLETIONS, USER, ask, chat, complete, frames
 from tests.http.fake_engine import FakeEngine, FakeServed, Step
 
+LONG = "exceed_context_size_error"
 ANYTHING: tuple[Any, ...] = ("text", 7, 1.5, True, [1], ["a"], {"a": 1}, [[1]], [{}])
 NUMBER = (7, 1.5)
 WHOLE = (7,)
@@ -176,6 +178,26 @@ def test_one_bad_prompt_refuses_the_request_before_any_of_it_starts(prompt: Any,
     served = FakeServed()
     assert named in check(complete({"prompt": prompt, "stream": True}, served=served), 400)["message"]
     assert served.engine.submitted == []
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/completion"])
+@pytest.mark.parametrize(
+    ("prompt", "kind"),
+    [
+        ([[65]] * 261, "invalid_request_error"),
+        (["a"] * 261, "invalid_request_error"),
+        ("a" * 100_000, LONG),
+        (["a", "a" * 100_000], LONG),
+        ([65, "a" * 100_000], LONG),
+    ],
+)
+def test_a_prompt_that_no_queue_or_context_can_hold_is_not_tokenised(path: str, prompt: Any, kind: str) -> None:
+    """Millions of prompts in one body took all memory, and the loop for a minute."""
+    served = FakeServed()
+    with patch.object(served.tokenizer, "encode", side_effect=AssertionError("tokenised")):
+        check(ask("POST", path, {"prompt": prompt}, served=served), 400, kind)
+        error = check(chat({"messages": [{"role": "user", "content": "a" * 100_000}]}, served=served), 400, LONG)
+    assert 1024 < error["n_prompt_tokens"] < 100_000 and error["n_ctx"] == 1024
 
 
 @pytest.mark.parametrize("stream", [False, True])
