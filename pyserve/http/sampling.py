@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 MAX_LOGPROBS = 100
 MAX_BIAS = 1e4
+MAX_BIAS_CHARS = 1024
+MAX_STOPS = 256
+MAX_STOP_CHARS = 16_384
 TOKEN_ID = re.compile(r"\s*-?[0-9]+\s*")  # a key of logit_bias that is no text
 _DEFAULTS = SamplingParams()
 
@@ -67,8 +70,11 @@ def num_choices(body: GenerationBody, num_slots: int) -> int:
 
 
 def stop_strings(body: GenerationBody) -> tuple[str, ...]:
-    """The stop strings; empty ones are none."""
+    """The stop strings; empty ones are none. Raises InvalidRequest for more than can be looked for beside others."""
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stops) > MAX_STOPS or sum(map(len, stops)) > MAX_STOP_CHARS:
+        message = f"Field 'stop': expected at most {MAX_STOPS} strings, of {MAX_STOP_CHARS} characters together"
+        raise InvalidRequest(message, param="stop")
     return tuple(dict.fromkeys(stop for stop in stops if stop))
 
 
@@ -94,6 +100,8 @@ def _bans(body: GenerationBody, tokenizer: Tokenizer) -> tuple[tuple[int, int], 
 
 def _logit_bias(body: GenerationBody, tokenizer: Tokenizer) -> Iterator[tuple[int, float]]:
     bias = body.logit_bias
+    if len(bias or ()) > tokenizer.vocab_size:
+        raise InvalidRequest(f"Field 'logit_bias': expected at most {tokenizer.vocab_size} entries", param="logit_bias")
     entries = bias.items() if isinstance(bias, dict) else map(_pair, bias or ())
     biases: dict[int, float] = {}
     for key, value in entries:
@@ -109,9 +117,12 @@ def _pair(entry: list[float | bool | str]) -> tuple[float | bool | str, float | 
 
 
 def _bias_tokens(key: float | bool | str, tokenizer: Tokenizer) -> list[int]:
+    if isinstance(key, str) and len(key) > MAX_BIAS_CHARS:
+        message = f"Field 'logit_bias': expected texts of at most {MAX_BIAS_CHARS} characters"
+        raise InvalidRequest(message, param="logit_bias")
     if isinstance(key, str) and TOKEN_ID.fullmatch(key) is None:
         return tokenizer.encode(key)
-    number = float(key)  # not int, which takes no more than some thousand digits
+    number = float(key)
     if isinstance(key, bool) or not 0 <= number < tokenizer.vocab_size or number != int(number):
         raise InvalidRequest(f"Field 'logit_bias': no token has the id {str(key)[:40]}", param="logit_bias")
     return [int(number)]
