@@ -1,20 +1,15 @@
-// Every op's schema and every class, once: torch.ops.pyserve.* and torch.classes.pyserve.*. The only source that includes torch: it checks tensors, takes raw
-// pointers and calls the kernels of ops.h. torch gives the GIL back around each of these calls, so a running program or a wait stops no Python thread.
+// Every op's schema, once: torch.ops.pyserve.*; classes.h has torch.classes.pyserve.*. The only source that includes torch: it checks tensors, takes raw pointers
+// and calls the kernels of ops.h. torch gives the GIL back around each of these calls, so a running program or a wait stops no Python thread.
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <torch/library.h>
 
-#include <deque>
-
 #include "callable.h"
 #include "check.h"
-#include "cpu/driver.h"
+#include "classes.h"
 #include "cpu/isa.h"
 #include "cpu/memory.h"
 #include "cpu/page_runs.h"
-#include "cpu/program.h"
-#include "cpu/stream.h"
 #include "ops.h"
 #include "tensors.h"
 
@@ -92,7 +87,7 @@ struct Paged {  // what the two ops over the pool check alike
 
   Paged(const Tensor& qkv_tensor, int64_t num_heads, const Tensor& kv, int64_t layer, const Tensor& positions, const Tensor& sequences,
         const Tensor& page_table, int64_t max_positions)
-      : pool(pool_of(kv)), rows(step_rows(positions, sequences, page_table)), qkv(floats(qkv_tensor, "qkv", 2)) {
+      : pool(cpu_pool(kv)), rows(step_rows(positions, sequences, page_table)), qkv(floats(qkv_tensor, "qkv", 2)) {
     check_attention_shape({layer, num_heads, pool.num_kv_heads, pool.head_dim});
     check(layer < pool.num_layers, "layer must be in 0..", pool.num_layers - 1, ", not ", layer);
     const int64_t width = (num_heads + 2 * pool.num_kv_heads) * pool.head_dim;
@@ -126,6 +121,7 @@ Tensor attention_op(const Tensor& qkv, int64_t num_heads, const Tensor& kv, int6
 }
 
 void page_copy_op(const Tensor& pool, const Tensor& host, const Tensor& combs, bool to_host) {
+  check_on_cpu(pool, "pool");
   const PageCopy copy = page_copy_of(pool, host, combs, to_host);
   check_copy(copy);
   page_copy(copy);
@@ -154,214 +150,6 @@ int64_t sample_row_op(const Tensor& logits, double temperature, int64_t top_k, d
 
 std::string isa_op() { return isa_name(isa()); }
 
-// --- classes
-
-struct Started {  // a step in the driver's hands
-  Tensor picked;  // int32 [samples], once it is done
-  bool is_done = false;
-};
-
-struct ProgramHolder : torch::CustomClassHolder {
-  Program program;
-  std::vector<Tensor> kept;  // what the program points into
-  std::deque<std::shared_ptr<Started>> started;  // and not yet collected
-  std::shared_ptr<Started> latest;
-  Driver driver;  // after the program, so that it ends first
-
-  ProgramHolder(int64_t max_tokens, int64_t max_samples, int64_t num_threads) : program(max_tokens, max_samples, static_cast<int>(num_threads)) {}
-
-  PackedWeight weight(const Tensor& data, int64_t type, int64_t rows, int64_t cols) {
-    kept.push_back(data);
-    return packed_weight(data, type, rows, cols);
-  }
-  const float* values(const MaybeTensor& tensor, const char* name, int64_t len) {
-    if (tensor.has_value()) kept.push_back(*tensor);
-    return floats_of_len(tensor, name, len);
-  }
-};
-
-using ProgramPtr = c10::intrusive_ptr<ProgramHolder>;
-using Shape = std::vector<int64_t>;
-
-AttentionShape attention_shape(const Shape& shape) { return {shape.at(0), shape.at(1), shape.at(2), shape.at(3)}; }
-
-int64_t add_buffer(const ProgramPtr& self, int64_t width) { return self->program.buffer(width); }
-
-void add_embed(const ProgramPtr& self, const Tensor& data, int64_t type, int64_t rows, int64_t cols, int64_t out, double scale) {
-  self->program.embed(self->weight(data, type, rows, cols), out, static_cast<float>(scale));
-}
-
-void add_rms_norm(const ProgramPtr& self, int64_t x, const Tensor& factors, double eps, int64_t out) {
-  const float* data = floats(factors, "weight", 1);
-  self->kept.push_back(factors);
-  self->program.rms_norm(x, data, factors.size(0), static_cast<float>(eps), out);
-}
-
-// One row [type, rows, cols] of `shapes` for each weight.
-void add_linear(const ProgramPtr& self, int64_t x, const std::vector<Tensor>& data, const std::vector<Shape>& shapes, const c10::List<MaybeTensor>& biases,
-                int64_t out, bool accumulate) {
-  check(shapes.size() == data.size() && biases.size() == data.size(), "biases must be as many as weights: ", data.size(), ", not ", biases.size());
-  std::vector<PackedWeight> weights;
-  std::vector<const float*> added;
-  for (size_t i = 0; i < data.size(); ++i) {
-    weights.push_back(self->weight(data[i], shapes[i].at(0), shapes[i].at(1), shapes[i].at(2)));
-    added.push_back(self->values(biases.get(i), "bias", weights.back().rows));
-  }
-  self->program.linear(x, weights, added, out, accumulate);
-}
-
-void add_rope_kv_write(const ProgramPtr& self, int64_t qkv, const Shape& shape, const Tensor& cos, const Tensor& sin, bool is_interleaved,
-                       const MaybeTensor& q_norm, const MaybeTensor& k_norm, double norm_eps) {
-  const AttentionShape as = attention_shape(shape);
-  const RopeTable rope = rope_table(cos, sin, is_interleaved);
-  self->kept.insert(self->kept.end(), {cos, sin});
-  const HeadNorm norm{self->values(q_norm, "q_norm", as.head_dim), self->values(k_norm, "k_norm", as.head_dim), static_cast<float>(norm_eps)};
-  self->program.rope_kv_write(qkv, as, rope, norm);
-}
-
-void add_attention(const ProgramPtr& self, int64_t qkv, int64_t out, const Shape& shape, double scale, int64_t window, double softcap) {
-  self->program.attention(qkv, out, attention_shape(shape), static_cast<float>(scale), window, static_cast<float>(softcap));
-}
-
-void add_gated_activation(const ProgramPtr& self, int64_t gate_up, int64_t out, int64_t kind) {
-  self->program.gated_activation(gate_up, out, activation_of(kind));
-}
-
-void add_take_rows(const ProgramPtr& self, int64_t x, int64_t out) { self->program.take_rows(x, out); }
-
-void set_logits(const ProgramPtr& self, int64_t x) { self->program.set_logits(x); }
-
-// Logits [num_samples, vocab]: a view of the program's register, which lives as long as the view.
-Tensor run_program(const ProgramPtr& self, const Tensor& tokens, const Tensor& positions, const Tensor& sequences, const Tensor& page_table,
-                   const Tensor& sample_rows, const Tensor& kv) {
-  const int32_t* ids = ints(tokens, "tokens", 1);
-  const int32_t* samples = ints(sample_rows, "sample_rows", 1);
-  const Batch batch{ids, step_rows(positions, sequences, page_table), page_table.size(0), samples, sample_rows.size(0)};
-  check(tokens.size(0) == batch.rows.num_rows, "positions must have ", tokens.size(0), " values, as tokens has, not ", batch.rows.num_rows);
-  const float* logits = self->program.run(batch, pool_of(kv));
-  return at::from_blob(const_cast<float*>(logits), {batch.num_samples, self->program.logits_width()}, [self](void*) {}, at::kFloat);
-}
-
-// [8 kinds, 2]: seconds of all members together in kernels of this kind, and waiting for what they need.
-Tensor profile_program(const ProgramPtr& self, const Tensor& tokens, const Tensor& positions, const Tensor& sequences, const Tensor& page_table,
-                       const Tensor& sample_rows, const Tensor& kv) {
-  const Batch batch{ints(tokens, "tokens", 1), step_rows(positions, sequences, page_table), page_table.size(0), ints(sample_rows, "sample_rows", 1),
-                    sample_rows.size(0)};
-  check(tokens.size(0) == batch.rows.num_rows, "positions must have ", tokens.size(0), " values, as tokens has, not ", batch.rows.num_rows);
-  Program::Profile profile;
-  self->program.run(batch, pool_of(kv), &profile);
-  Tensor out = at::empty({num_kinds, 2}, at::kDouble);
-  for (int kind = 0; kind < num_kinds; ++kind) {
-    out.data_ptr<double>()[2 * kind] = profile.kernel_s[kind];
-    out.data_ptr<double>()[2 * kind + 1] = profile.wait_s[kind];
-  }
-  return out;
-}
-
-// Row i of `real` is (temperature, top_p, min_p), of `whole` (top_k, seed, position).
-std::vector<SampleRow> sample_rows_of(const Tensor& real, const Tensor& whole, int64_t num_rows) {
-  const float* r = floats(real, "real", 2);
-  check_tensor(whole, "whole", at::kLong, 2);
-  check(real.size(0) == num_rows && real.size(1) == 3, "real must be [", num_rows, ", 3]");
-  check(whole.size(0) == num_rows && whole.size(1) == 3, "whole must be [", num_rows, ", 3]");
-  const int64_t* w = whole.data_ptr<int64_t>();
-  std::vector<SampleRow> rows;
-  for (int64_t i = 0; i < num_rows; ++i, r += 3, w += 3)
-    rows.push_back({r[0], w[0], r[1], r[2], static_cast<uint64_t>(w[1]), static_cast<uint64_t>(w[2])});
-  return rows;
-}
-
-Tensor sample_program(const ProgramPtr& self, const Tensor& logits, const Tensor& real, const Tensor& whole) {
-  const float* data = floats(logits, "logits", 2);
-  check(logits.size(0) > 0 && logits.size(1) > 0, "logits must not be empty");
-  const std::vector<SampleRow> rows = sample_rows_of(real, whole, logits.size(0));
-  Tensor tokens = at::empty({logits.size(0)}, logits.options().dtype(at::kInt));
-  self->program.sample(data, logits.size(1), rows, tokens.data_ptr<int32_t>());
-  return tokens;
-}
-
-// The tokens of a step that follows another: row i's is the one that the step before picked for its sample row sources[i].
-Tensor tokens_after(const Started& before, const Tensor& sources) {
-  check(before.is_done, "the step before it failed");
-  const int32_t* from = ints(sources, "sources", 1);
-  check_range(from, sources.size(0), before.picked.size(0), "sources");
-  Tensor tokens = at::empty_like(sources);
-  for (int64_t i = 0; i < sources.size(0); ++i) tokens.data_ptr<int32_t>()[i] = before.picked.const_data_ptr<int32_t>()[from[i]];
-  return tokens;
-}
-
-// run and sample in the driver's thread. `bans` int64 [n, 2]: (row, id) of logits that become minus infinity first. With `sources` the tokens are those that the
-// step started before this one picks.
-void start_program(const ProgramPtr& self, const Tensor& tokens, const Tensor& positions, const Tensor& sequences, const Tensor& page_table,
-                   const Tensor& sample_rows, const Tensor& kv, const Tensor& real, const Tensor& whole, const Tensor& bans, const MaybeTensor& sources) {
-  const int64_t num_rows = sample_rows.size(0), width = self->program.logits_width();
-  std::vector<SampleRow> rows = sample_rows_of(real, whole, num_rows);
-  check_tensor(bans, "bans", at::kLong, 2);
-  check(bans.size(1) == 2, "bans must be [n, 2]");
-  const int64_t* banned = bans.data_ptr<int64_t>();
-  for (int64_t i = 0; i < bans.size(0); ++i) {
-    check(banned[2 * i] >= 0 && banned[2 * i] < num_rows, "bans: row ", banned[2 * i], " is not in the step");
-    check(banned[2 * i + 1] >= 0 && banned[2 * i + 1] < width, "bans: id ", banned[2 * i + 1], " is not in the vocabulary");
-  }
-  const std::shared_ptr<Started> before = self->latest;
-  check(!sources.has_value() || before != nullptr, "sources: no step was started before");
-  auto started = std::make_shared<Started>(Started{at::empty({num_rows}, at::kInt)});
-  self->driver.start([=, program = &self->program, rows = std::move(rows)] {
-    const Tensor ids = sources.has_value() ? tokens_after(*before, *sources) : tokens;
-    const Batch batch{ints(ids, "tokens", 1), step_rows(positions, sequences, page_table), page_table.size(0), ints(sample_rows, "sample_rows", 1), num_rows};
-    check(ids.size(0) == batch.rows.num_rows, "positions must have ", ids.size(0), " values, as tokens has, not ", batch.rows.num_rows);
-    auto* logits = const_cast<float*>(program->run(batch, pool_of(kv)));
-    for (int64_t i = 0; i < bans.size(0); ++i) logits[banned[2 * i] * width + banned[2 * i + 1]] = -std::numeric_limits<float>::infinity();
-    if (num_rows > 0) program->sample(logits, width, rows, started->picked.data_ptr<int32_t>());
-    started->is_done = true;
-  });
-  self->started.push_back(started);
-  self->latest = started;
-}
-
-Tensor collect_program(const ProgramPtr& self) {
-  std::shared_ptr<Started> oldest;
-  if (!self->started.empty()) {
-    oldest = self->started.front();
-    self->started.pop_front();
-  }
-  self->driver.collect();
-  return oldest->picked;
-}
-
-int64_t fileno_program(const ProgramPtr& self) { return self->driver.fileno(); }
-
-struct EventHolder : torch::CustomClassHolder {
-  std::shared_ptr<Event> event;
-  explicit EventHolder(std::shared_ptr<Event> event) : event(std::move(event)) {}
-};
-
-struct FenceHolder : torch::CustomClassHolder {
-  Fence fence;
-};
-
-struct StreamHolder : torch::CustomClassHolder {
-  CopyStream stream;
-  StreamHolder(double delay_ms, std::optional<int64_t> fail_after) : stream(delay_ms, fail_after) {}
-};
-
-using EventPtr = c10::intrusive_ptr<EventHolder>;
-using FencePtr = c10::intrusive_ptr<FenceHolder>;
-using StreamPtr = c10::intrusive_ptr<StreamHolder>;
-
-EventPtr post_copy(const StreamPtr& self, const Tensor& pool, const Tensor& host, const Tensor& combs, bool to_host, const std::optional<FencePtr>& fence,
-                   const MaybeTensor& hashes) {
-  PageCopy copy = page_copy_of(pool, host, combs, to_host);
-  if (hashes.has_value()) {
-    check_tensor(*hashes, "hashes", at::kLong, 1);
-    check(hashes->size(0) >= copy.host_bytes / copy.page_bytes, "hashes must have one value for each of the ", copy.host_bytes / copy.page_bytes,
-          " pages of host, not ", hashes->size(0));
-    copy.hashes = hashes->data_ptr<int64_t>();
-  }
-  auto kept = std::make_shared<std::tuple<Tensor, Tensor, MaybeTensor>>(pool, host, hashes);
-  return c10::make_intrusive<EventHolder>(self->stream.post(std::move(copy), fence ? (*fence)->fence.event() : nullptr, std::move(kept)));
-}
-
 }  // namespace
 
 TORCH_LIBRARY(pyserve, m) {
@@ -381,37 +169,7 @@ TORCH_LIBRARY(pyserve, m) {
   m.def("sample_row(Tensor logits, float temperature, int top_k, float top_p, float min_p, int seed, int position) -> int");
   m.def("isa() -> str", &Callable<&isa_op>::call);
 
-  m.class_<ProgramHolder>("Program")
-      .def(torch::init<int64_t, int64_t, int64_t>())
-      .def("buffer", &Callable<&add_buffer>::call)
-      .def("embed", &Callable<&add_embed>::call)
-      .def("rms_norm", &Callable<&add_rms_norm>::call)
-      .def("linear", &Callable<&add_linear>::call)
-      .def("rope_kv_write", &Callable<&add_rope_kv_write>::call)
-      .def("attention", &Callable<&add_attention>::call)
-      .def("gated_activation", &Callable<&add_gated_activation>::call)
-      .def("take_rows", &Callable<&add_take_rows>::call)
-      .def("set_logits", &Callable<&set_logits>::call)
-      .def("run", &Callable<&run_program>::call)
-      .def("profile", &Callable<&profile_program>::call)
-      .def("sample", &Callable<&sample_program>::call)
-      .def("start", &Callable<&start_program>::call)
-      .def("collect", &Callable<&collect_program>::call)
-      .def("fileno", &Callable<&fileno_program>::call);
-
-  m.class_<EventHolder>("CopyEvent")
-      .def("query", [](const EventPtr& self) { return self->event->query(); })
-      .def("wait", [](const EventPtr& self, std::optional<double> timeout_s) { return self->event->wait(timeout_s); })
-      .def("is_mismatch", [](const EventPtr& self) { return self->event->is_mismatch(); })
-      .def("copy_s", [](const EventPtr& self) { return self->event->copy_s(); });
-  m.class_<FenceHolder>("Fence").def(torch::init<>()).def("signal", [](const FencePtr& self) { self->fence.signal(); });
-  m.class_<StreamHolder>("CopyStream")
-      .def(torch::init<double, std::optional<int64_t>>())
-      .def("copy_pages", &Callable<&post_copy>::call)
-      .def("pause", [](const StreamPtr& self) { self->stream.pause(); })
-      .def("resume", [](const StreamPtr& self) { self->stream.resume(); })
-      .def("num_outstanding", [](const StreamPtr& self) { return self->stream.num_outstanding(); })
-      .def("close", [](const StreamPtr& self) { self->stream.close(); });
+  define_classes(m);
 }
 
 TORCH_LIBRARY_IMPL(pyserve, CPU, m) {

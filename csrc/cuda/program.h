@@ -1,7 +1,7 @@
-// A model's step on the device: the instructions of csrc/cpu/program.h, launched one behind the other on the compute stream.
+// A model's step on the device: the instructions of csrc/recorder.h, launched one behind the other on the compute stream.
 //
-// The list is made once, at load: shapes, widths and types are checked then. Nothing is on the device before `upload`, so that `needs` can be compared with what is
-// free. A step is checked on the host, uploaded in one copy out of pinned memory (inputs.h) and launched; logits, or the most probable tokens, are read back into
+// Pointers that instructions are given are to host memory, which may go away when `upload` has returned; weights are packed for the device (`packed_size`). Nothing
+// is on the device before `upload`, so that `needs` can be compared with what is free. A step is checked on the host, uploaded in one copy out of pinned memory (inputs.h) and launched; logits, or the most probable tokens, are read back into
 // pinned memory.
 //
 // A decode step is padded to a size and launched as one graph where there is one of that size (graphs.h), else instruction by instruction. Both give the same bits:
@@ -11,7 +11,7 @@
 // split is a matter of speed alone (R37). The decode kernel's plan is made by the first layer and used by the following ones with the same window.
 //
 // Memory grows before anything is launched, and never while kernels that use it are under way: the host waits for them, which happens as long as steps get larger
-// than `expect` said. One run at a time; not copyable.
+// than `expect` said.
 // Not handled: heads of other sizes than 64, 80, 96, 128 and 256.
 #pragma once
 #include <cstdint>
@@ -19,11 +19,10 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <vector>
 
-#include "../step.h"
+#include "../recorder.h"
 #include "device.h"
 #include "graphs.h"
 #include "inputs.h"
@@ -36,20 +35,9 @@ struct Samplers {  // of a step's samples, on the host: as pyserve_cuda_draw has
   std::vector<LogitChange> changes;
 };
 
-class Program {
+class Program final : public Recorder {
  public:
   Program(std::shared_ptr<DeviceContext> device, int64_t max_tokens, int64_t max_samples);
-
-  // As in csrc/cpu/program.h, but pointers are to host memory that may go away when `upload` has returned. Weights are packed for the device (`packed_size`).
-  int64_t buffer(int64_t width);
-  void embed(const PackedWeight& table, int64_t out, float scale);
-  void rms_norm(int64_t x, const float* weight, int64_t weight_len, float eps, int64_t out);
-  void linear(int64_t x, const std::vector<PackedWeight>& weights, const std::vector<const float*>& biases, int64_t out, bool accumulate);
-  void rope_kv_write(int64_t qkv, const AttentionShape& shape, const RopeTable& rope, const HeadNorm& norm);
-  void attention(int64_t qkv, int64_t out, const AttentionShape& shape, float scale, int64_t window, float softcap);
-  void gated_activation(int64_t gate_up, int64_t out, Activation kind);
-  void take_rows(int64_t x, int64_t out);
-  void set_logits(int64_t x);
 
   // Between set_logits and the first run. `expect`: memory for steps of so many sequences of up to so many tokens is taken at once.
   struct Needs {
@@ -63,7 +51,6 @@ class Program {
   // the most probable token of each sample, ties to the lower id. Throw std::invalid_argument for what does not fit, std::runtime_error when the device fails.
   const float* run(const Batch& batch, const Pool& pool);
   const int32_t* run_greedy(const Batch& batch, const Pool& pool);
-  int64_t logits_width() const { return registers_.at(static_cast<size_t>(logits_.value())).width; }
 
   // The same without waiting: the result is there when what is on the compute stream by then has run. Two steps may be under way. With `follows`, a token -1 - i is
   // the one that the step posted before picks for its sample i.
@@ -76,14 +63,6 @@ class Program {
   std::string graph_error() { return graphs_.error(); }
 
  private:
-  enum class Rows { none, tokens, samples };  // what a register holds
-  struct Register {
-    int64_t width;
-    Rows rows = Rows::none;
-    bool holds_tokens = false, needs_q8 = false, has_q8 = false;  // as in csrc/cpu/program.h
-    Memory f32, q8, q8_scale, q8_sum;
-    Activations view() const { return {f32.as<float>(), q8.as<int8_t>(), q8_scale.as<float>(), q8_sum.as<int32_t>(), width}; }
-  };
   struct Range {
     int64_t first, count;
   };
@@ -105,14 +84,18 @@ class Program {
     bool is_on_samples;
   };
 
-  Register& reg(int64_t index, const char* name);
-  Register& readable(int64_t index, const char* name);
-  Register& writable(int64_t index, const char* name, int64_t width, bool fills_q8);
-  void check_open() const;
-  void add(Launch launch) { instructions_.push_back({std::move(launch), is_on_samples_}); }
-  void need_q8(int64_t x);
-  void note_shape(const AttentionShape& shape);
-  void check(const Batch& batch, const Pool& pool, bool follows) const;
+  void add_embed(const PackedWeight& table, const Register& out, float scale) override;
+  void add_rms_norm(const Register& x, const float* weight, float eps, const Register& out) override;
+  void add_quantise(const Register& x) override;
+  void add_linear(const Register& x, const std::vector<PackedWeight>& weights, const std::vector<const float*>& biases, const Register& out,
+                  bool accumulate) override;
+  void add_rope_kv_write(const Register& qkv, const AttentionShape& shape, const RopeTable& rope, const HeadNorm& norm) override;
+  void add_attention(const Register& qkv, const Register& out, const AttentionSpec& spec) override;
+  void add_gated_activation(const Register& gate_up, const Register& out, Activation kind) override;
+  void add_take_rows(const Register& x, const Register& out) override;
+  bool attention_fills_q8(int64_t) const override { return false; }
+  void check_device_shape(const AttentionShape& shape) override;
+  void add(Launch launch) { instructions_.push_back({std::move(launch), is_on_samples()}); }
 
   struct Constant {  // a weight
     const void* host;
@@ -122,6 +105,7 @@ class Program {
     const T* as() const { return static_cast<const T*>(data); }
   };
   const Constant* constant(const void* host, int64_t num_bytes);  // null for null
+  static const float* values(const Constant* constant) { return constant == nullptr ? nullptr : constant->as<float>(); }
   struct Weight {
     PackedWeight shape;
     const Constant* constant;
@@ -129,7 +113,13 @@ class Program {
   };
   Weight constant(const PackedWeight& weight);
 
-  int64_t register_rows(const Register& target) const { return target.holds_tokens ? max_tokens_ : max_samples_; }
+  struct RegisterBytes {
+    int64_t f32, q8, scales;  // scales: and as many again for the sums
+    int64_t all() const { return f32 + q8 + 2 * scales; }
+  };
+  RegisterBytes register_bytes(const Register& target) const;
+  template <class T>
+  T* take(int64_t num_bytes);  // memory of the device
   int64_t decode_scratch_bytes(int64_t num_rows, int64_t context_len) const;
   int64_t prefill_scratch_bytes(int64_t num_tiles) const;
   int64_t max_tiles() const;
@@ -147,19 +137,13 @@ class Program {
   const int32_t* launch_and_pick(const Batch& batch, const Pool& pool, bool follows);
   const int32_t* read_picked(int64_t num_samples);
   void draw(const Samplers& samplers, int64_t num_samples);
-  std::unique_lock<std::mutex> lock_running();
 
   const std::shared_ptr<DeviceContext> device_;
-  const int64_t max_tokens_, max_samples_;
-  bool is_on_samples_ = false;
-  std::deque<Register> registers_;  // launches keep pointers to them
   std::vector<Instruction> instructions_;
   std::deque<Constant> constants_;  // launches keep pointers to them
   std::map<const void*, const Constant*> by_host_;  // until `upload`
   bool is_uploaded_ = false;
-  std::optional<int64_t> logits_;
-  int64_t vocab_size_ = INT32_MAX, max_positions_ = INT32_MAX, num_layers_ = 0, tile_queries_ = 0;
-  std::optional<AttentionShape> shape_;
+  int64_t tile_queries_ = 0;
   std::vector<int64_t> windows_;
   int64_t expected_sequences_ = 0, expected_len_ = 0, num_launched_ = 0;
   Memory weights_, inputs_, decode_scratch_, prefill_scratch_, picked_;
@@ -169,7 +153,7 @@ class Program {
   Memory samplers_, samplers_on_host_[2]{Memory(Place::host), Memory(Place::host)};
   bool are_graphs_used_ = true;
   const uint8_t* pool_ = nullptr;  // of the latest step
-  std::mutex running_;
+  std::deque<Memory> blocks_;  // of the registers
   Graphs graphs_;  // ends first: it records launches of this program
 };
 

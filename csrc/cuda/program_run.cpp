@@ -5,23 +5,6 @@
 
 namespace pyserve::cuda {
 
-void Program::check(const Batch& batch, const Pool& pool, bool follows) const {
-  pyserve::check(is_uploaded_, "the program is not complete: set_logits and upload must come before run");
-  if (shape_) {
-    pyserve::check(pool.num_layers >= num_layers_, "kv: must have ", num_layers_, " layers, not ", pool.num_layers);
-    check_equal(pool.num_kv_heads, shape_->num_kv_heads, "kv: its kv heads");
-    check_equal(pool.head_dim, shape_->head_dim, "kv: its head_dim");
-    pyserve::check(pool.page_size > 0 && pool.num_pages > 0, "kv: must not be empty");
-  }
-  pyserve::check(batch.rows.num_rows > 0 && batch.rows.num_rows <= max_tokens_, "tokens: their number must be in 1..", max_tokens_, ", not ",
-                 batch.rows.num_rows);
-  pyserve::check(batch.num_samples >= 0 && batch.num_samples <= max_samples_, "sample_rows: their number must be in 0..", max_samples_, ", not ",
-                 batch.num_samples);
-  if (!follows) check_range(batch.tokens, batch.rows.num_rows, vocab_size_, "tokens");
-  check_range(batch.sample_rows, batch.num_samples, batch.rows.num_rows, "sample_rows");
-  if (shape_) check_step_rows(batch.rows, batch.num_sequences, max_positions_, pool);
-}
-
 // --- memory that grows with the steps
 
 int64_t Program::decode_scratch_bytes(int64_t num_rows, int64_t context_len) const {
@@ -133,12 +116,12 @@ Program::Step Program::place_decode(const Batch& batch, const Pool& pool, const 
 void Program::attend(Step& step, const Register& from, const Register& to, const AttentionSpec& spec) {
   constexpr auto f32 = static_cast<int64_t>(DType::f32);
   if (step.pool.type == DType::f32) {
-    const Matrix q{from.f32.as<float>(), f32, from.width}, out{to.f32.as<float>(), f32, to.width};
+    const Matrix q{from.data.f32, f32, from.width}, out{to.data.f32, f32, to.width};
     must(pyserve_cuda_attention_f32(&q, &spec, &step.pool, &step.rows, &out, step.stream), "attention");
     return;
   }
   for (const Range& range : step.alone) {
-    const Matrix q{from.f32.as<float>() + range.first * from.width, f32, from.width}, out{to.f32.as<float>() + range.first * to.width, f32, to.width};
+    const Matrix q{from.data.f32 + range.first * from.width, f32, from.width}, out{to.data.f32 + range.first * to.width, f32, to.width};
     StepRows rows = step.rows;
     rows.num_rows = range.count;
     rows.positions += range.first;
@@ -149,7 +132,7 @@ void Program::attend(Step& step, const Register& from, const Register& to, const
     step.planned_window = spec.window;
   }
   if (step.num_tiles == 0) return;
-  const Matrix q{from.f32.as<float>(), f32, from.width}, out{to.f32.as<float>(), f32, to.width};
+  const Matrix q{from.data.f32, f32, from.width}, out{to.data.f32, f32, to.width};
   must(pyserve_cuda_attention_prefill(&q, &spec, &step.pool, &step.rows, &out, step.tiles, step.num_tiles, prefill_scratch_.as<void>(),
                                       prefill_scratch_.num_bytes(), &device_->limits(), step.stream),
        "attention of a prompt");
@@ -162,12 +145,13 @@ void Program::execute(Step step, bool is_picking) {
     if (num_rows > 0) instruction.launch(step, num_rows);
   }
   if (!is_picking) return;
-  const Register& logits = registers_[static_cast<size_t>(*logits_)];
-  must(pyserve_cuda_argmax(logits.f32.as<float>(), logits.width, logits.width, step.num_samples, picked_.as<int32_t>(), step.stream), "argmax");
+  const Activations& logits = this->logits().data;
+  must(pyserve_cuda_argmax(logits.f32, logits.width, logits.width, step.num_samples, picked_.as<int32_t>(), step.stream), "argmax");
 }
 
 void Program::launch(const Batch& batch, const Pool& pool, bool is_picking, bool follows) {
-  check(batch, pool, follows);
+  check(is_uploaded_, "the program is not complete: set_logits and upload must come before run");
+  check_step(batch, pool, !follows);
   device_->use();
   if (std::exchange(pool_, pool.data) != pool.data) {  // graphs hold its address
     device_->finish_step();
@@ -196,12 +180,11 @@ void Program::launch(const Batch& batch, const Pool& pool, bool is_picking, bool
 }
 
 const float* Program::launch_and_read(const Batch& batch, const Pool& pool, bool follows) {
-  const int64_t num_bytes = batch.num_samples * (logits_ ? logits_width() : 0) * 4;
+  const int64_t num_bytes = batch.num_samples * (is_complete() ? logits_width() : 0) * 4;
   if (num_bytes > logits_on_host_.num_bytes()) device_->finish_step();
   logits_on_host_.need(num_bytes);
   launch(batch, pool, false, follows);
-  const Register& logits = registers_[static_cast<size_t>(*logits_)];
-  if (num_bytes > 0) must(pyserve_cuda_copy(logits_on_host_.as<void>(), logits.f32.as<void>(), num_bytes, 1, device_->compute()), "reading logits back");
+  if (num_bytes > 0) must(pyserve_cuda_copy(logits_on_host_.as<void>(), logits().data.f32, num_bytes, 1, device_->compute()), "reading logits back");
   return logits_on_host_.as<float>();
 }
 
@@ -231,9 +214,9 @@ void Program::draw(const Samplers& samplers, int64_t num_samples) {
   void* stream = device_->compute();
   must(pyserve_cuda_copy(samplers_.as<void>(), staging.as<void>(), num_bytes, 0, stream), "uploading the samplers");
   const uint8_t* there = samplers_.as<uint8_t>();
-  const Register& logits = registers_[static_cast<size_t>(*logits_)];
-  must(pyserve_cuda_change_logits(logits.f32.as<float>(), logits.width, reinterpret_cast<const LogitChange*>(there + changes_at), num_changes, stream), "bans");
-  must(pyserve_cuda_draw(logits.f32.as<float>(), logits.width, logits.width, reinterpret_cast<const float*>(there + whole_bytes),
+  const Activations& logits = this->logits().data;
+  must(pyserve_cuda_change_logits(logits.f32, logits.width, reinterpret_cast<const LogitChange*>(there + changes_at), num_changes, stream), "bans");
+  must(pyserve_cuda_draw(logits.f32, logits.width, logits.width, reinterpret_cast<const float*>(there + whole_bytes),
                          reinterpret_cast<const int64_t*>(there), num_samples, picked_.as<int32_t>(), stream),
        "sampling");
 }
@@ -276,12 +259,6 @@ const int32_t* Program::run_greedy(const Batch& batch, const Pool& pool) {
 void Program::use_graphs(bool are_used) {
   const auto lock = lock_running();
   are_graphs_used_ = are_used;
-}
-
-std::unique_lock<std::mutex> Program::lock_running() {
-  std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
-  pyserve::check(lock.owns_lock(), "the program is running: one run at a time");
-  return lock;
 }
 
 }  // namespace pyserve::cuda

@@ -40,7 +40,7 @@ Steps::Steps(std::shared_ptr<DeviceContext> device) : device_(std::move(device))
 Steps::~Steps() {
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return !first(State::waiting) && !first(State::posted) && !first(State::landed); });
+    changed_.wait(lock, [this] { return !first(State::waiting) && !first(State::posted); });
     is_ending_ = true;
   }
   changed_.notify_all();
@@ -49,11 +49,11 @@ Steps::~Steps() {
   for (const int end : pipe_) close(end);
 }
 
-void Steps::start(Work work) {
+void Steps::start(std::function<void()> put) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     check(steps_.size() < kMaxSteps, "a step is running or waits to be collected, and another one is behind it: two at a time");
-    steps_.push_back(std::make_shared<Step>(std::move(work), this));
+    steps_.push_back(std::make_shared<Step>(std::move(put), this));
   }
   changed_.notify_all();
 }
@@ -69,7 +69,7 @@ void Steps::collect() {
     steps_.pop_front();
     let_go.swap(let_go_);
   }
-  step->work = {};  // by the caller and without the lock: this object's thread may still have the step in its hands
+  step->put = nullptr;  // by the caller and without the lock: this object's thread may still have the step in its hands
   if (step->error) std::rethrow_exception(step->error);
 }
 
@@ -80,11 +80,7 @@ void Steps::landed(void* data) {
   std::lock_guard<std::mutex> lock(self.mutex_);
   self.let_go_.push_back(std::move(*own));
   if (step.state != State::posted) return;  // it was given up
-  if (step.work.finish) {
-    step.state = State::landed;
-  } else {
-    self.done(step, nullptr);
-  }
+  self.done(step, nullptr);
   self.changed_.notify_all();
 }
 
@@ -97,13 +93,8 @@ Steps::StepPtr Steps::first(State state) const {
 void Steps::run() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    const StepPtr landed = first(State::landed), waiting = first(State::waiting), posted = first(State::posted);
-    const bool must_finish_first = posted && posted->work.finish;
-    if (landed) {
-      const std::exception_ptr error = without_lock(lock, landed->work.finish);
-      done(*landed, error);
-      changed_.notify_all();
-    } else if (waiting && !must_finish_first) {
+    const StepPtr waiting = first(State::waiting), posted = first(State::posted);
+    if (waiting) {
       const std::exception_ptr error = without_lock(lock, [&] { post(waiting); });
       if (error) done(*waiting, error);
       changed_.notify_all();
@@ -128,7 +119,7 @@ std::exception_ptr Steps::without_lock(std::unique_lock<std::mutex>& lock, const
 }
 
 void Steps::post(const StepPtr& step) {
-  step->work.post();
+  step->put();
   must(pyserve_cuda_event_create(&step->event.value), "making an event");
   must(pyserve_cuda_event_record(step->event.value, device_->compute()), "recording the step");
   must(pyserve_cuda_stream_wait(notices_.value, step->event.value), "waiting for the step");

@@ -4,8 +4,6 @@
 // first runs. When a step's results are in host memory, CUDA calls back (on a stream that only waits for events, so that no step is held up) and the descriptor has
 // a byte to read. No host thread waits for the device.
 //
-// A step whose tokens the host must pick has a `finish`, which the same thread runs when the results have landed, before it posts another step that was started.
-//
 // What a step holds is destroyed by its caller: tensors may need Python's lock, which whoever destroys this object has while it waits; and CUDA must not be called
 // (the step's event is destroyed) by what CUDA calls.
 //
@@ -27,29 +25,24 @@ namespace pyserve::cuda {
 
 class Steps {
  public:
-  struct Work {
-    std::function<void()> post;    // puts the step on the compute stream; throws
-    std::function<void()> finish;  // may be null
-  };
-
   explicit Steps(std::shared_ptr<DeviceContext> device);
   ~Steps();  // waits for what was started
   Steps(const Steps&) = delete;
   Steps& operator=(const Steps&) = delete;
 
   int fileno() const { return pipe_[0]; }  // has a byte to read for each step that is done
-  void start(Work work);                   // throws std::invalid_argument while two are not collected
+  void start(std::function<void()> put);   // that puts a step on the compute stream; throws std::invalid_argument while two are not collected
   void collect();                          // waits for the oldest, and throws what it threw
 
  private:
-  enum class State { waiting, posted, landed, done };
+  enum class State { waiting, posted, done };
   struct Step {
-    Work work;
+    std::function<void()> put;
     Steps* owner;
     Handle event{pyserve_cuda_event_destroy};
     State state = State::waiting;
     std::exception_ptr error;
-    Step(Work work, Steps* owner) : work(std::move(work)), owner(owner) {}
+    Step(std::function<void()> put, Steps* owner) : put(std::move(put)), owner(owner) {}
   };
   using StepPtr = std::shared_ptr<Step>;
   static void landed(void* step);  // CUDA calls it

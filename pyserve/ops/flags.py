@@ -32,8 +32,8 @@ LINK_FLAGS = ["-pthread", "-Wl,--strip-debug"]  # Python's own flags ask for deb
 
 def sources(csrc: Path) -> list[Path]:
     """Every file to compile, in a fixed order. Raises FileNotFoundError when `csrc` does not hold the kernels."""
-    found = [csrc / "registration.cpp", *sorted((csrc / "cpu").glob("*.cpp"))]
-    if not found[0].is_file():
+    found = [*sorted(csrc.glob("*.cpp")), *sorted((csrc / "cpu").glob("*.cpp"))]
+    if not (csrc / "registration.cpp").is_file():
         raise FileNotFoundError(f"no kernel sources in {csrc}")
     return found
 
@@ -65,7 +65,7 @@ def architecture_flags(architectures: Sequence[str]) -> list[str]:
 
 def cuda_hosts(csrc: Path) -> list[Path]:
     """What the host compiler compiles for the CUDA backend, beside the kernels. It needs no CUDA header."""
-    return [*sorted((csrc / "cuda").glob("*.cpp")), csrc / "cpu" / "page_copy.cpp"]
+    return [*sorted((csrc / "cuda").glob("*.cpp")), csrc / "recorder.cpp", csrc / "cpu" / "page_copy.cpp"]
 
 
 def cuda_headers(csrc: Path) -> list[Path]:
