@@ -18,7 +18,7 @@ import torch
 
 from pyserve.ops import weights
 from pyserve.ops.program import Program, Register, StepBatch
-from pyserve.ops.stream import CopyEvent, CopyStream, Fence, PageList, combs_of
+from pyserve.ops.stream import CopyStream, Fence, first_line
 from pyserve.ops.weights import PackedWeight
 
 log = logging.getLogger("pyserve.device")
@@ -95,20 +95,10 @@ class CudaCopyStream(CopyStream):
         self._handle = torch.classes.pyserve_cuda.CopyStream(device)
         self._finalizer = weakref.finalize(self, self._handle.close)
 
-    def copy_pages(
-        self,
-        pool: torch.Tensor,
-        host: torch.Tensor,
-        pages: PageList,
-        to_host: bool,
-        *,
-        after: Fence | None = None,
-        hashes: torch.Tensor | None = None,
-    ) -> CopyEvent:
-        """As `CopyStream.copy_pages`. Out of the pool, hashes are there when the event is done."""
+    def _behind(self, after: Fence | None) -> tuple[()]:
         if after is not None:
             raise ValueError("after: a CUDA stream orders copies behind the latest step by itself")
-        return CopyEvent(self._handle.copy_pages(pool, host, combs_of(pages), to_host, hashes))
+        return ()
 
     def calibrate(self, pool: torch.Tensor, limit_s: float = 2.0) -> None:
         started_s = time.monotonic()
@@ -153,8 +143,3 @@ class CudaMemory:
         """
         result: torch.Tensor = self._device.pinned(memory)
         return result
-
-
-def first_line(error: Exception) -> str:
-    """Of what an op raised: torch adds a trace of its own calls."""
-    return str(error).split("\n", 1)[0]

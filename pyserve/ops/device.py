@@ -21,7 +21,7 @@ from pyserve.errors import SettingsError
 from pyserve.ops import cuda, cuda_build, kv
 from pyserve.ops.build import BuildError
 from pyserve.ops.program import Program
-from pyserve.ops.stream import CopyStream
+from pyserve.ops.stream import CopyStream, first_line
 from pyserve.ops.weights import PackedWeight, pack
 
 log = logging.getLogger("pyserve.device")
@@ -108,7 +108,7 @@ class CudaDevice:
         try:
             self._handle: Any = torch.classes.pyserve_cuda.Device(index)
         except (RuntimeError, ValueError) as error:
-            raise SettingsError(f"--device {name}: {cuda.first_line(error)}") from None
+            raise SettingsError(f"--device {name}: {first_line(error)}") from None
         self._memory = cuda.CudaMemory(self._handle)
         self._expected: PoolShape | None = None
 

@@ -53,7 +53,7 @@ class CopyEvent:
         return float(self._handle.copy_s())
 
     def _failure(self, error: RuntimeError) -> CopyFailed:
-        message = str(error).split("\n", 1)[0]  # torch adds a trace of its own calls
+        message = first_line(error)
         return PageMismatch(message) if self._handle.is_mismatch() else CopyFailed(message)
 
 
@@ -98,12 +98,16 @@ class CopyStream:
         `pool` [pages, ...] and `host` uint8 [n * page_bytes], both contiguous. `pages`: page ids, int32 [n], page i
         at place i of `host`; or combs, int32 [m, 5] with start_page, run_pages, stride_pages, count, list_offset.
         `after`: do not start before this fence is signalled. `hashes` int64 [n]: out of the pool, the entries of
-        copied pages that are not 0 become these pages' hashes; into the pool, they are what the pages must hash to,
-        else the copy fails with PageMismatch. Raises ValueError, with nothing posted, when nothing
-        would be copied or something reaches past the pool or `host`, and after `close`.
+        copied pages that are not 0 become these pages' hashes by the time that the event is done; into the pool, they
+        are what the pages must hash to, else the copy fails with PageMismatch. Raises ValueError, with nothing
+        posted, when nothing would be copied or something reaches past the pool or `host`, and after `close`.
         """
-        fence = None if after is None else after._handle
-        return CopyEvent(self._handle.copy_pages(pool, host, combs_of(pages), to_host, fence, hashes))
+        combs = combs_of(pages)
+        return CopyEvent(self._handle.copy_pages(pool, host, combs, to_host, *self._behind(after), hashes))
+
+    def _behind(self, after: Fence | None) -> tuple[Any, ...]:
+        """What the stream in C++ is told of a copy's fence."""
+        return (None if after is None else after._handle,)
 
     def calibrate(self, pool: torch.Tensor) -> None:
         """Learn how this machine copies best, where there are several ways, and log it: tenths of a second. The pool
@@ -124,6 +128,11 @@ class CopyStream:
     def close(self) -> None:
         """Waits, without the GIL, for every copy posted, then ends the thread. Idempotent."""
         self._finalizer()
+
+
+def first_line(error: Exception) -> str:
+    """Of what an op raised: torch adds a trace of its own calls."""
+    return str(error).split("\n", 1)[0]
 
 
 def copy_pages(pool: torch.Tensor, host: torch.Tensor, pages: PageList, to_host: bool) -> None:
