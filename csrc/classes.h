@@ -2,8 +2,6 @@
 #pragma once
 #include <torch/library.h>
 
-#include <limits>
-
 #include "callable.h"
 #include "cpu/driver.h"
 #include "cpu/program.h"
@@ -44,11 +42,10 @@ struct CpuProgram : ProgramState {
   }
   static Pool pool(const Tensor& kv) { return cpu_pool(kv); }
 
-  void post(const Batch& batch, const Pool& pool, const Picking& picking, bool, Started& step) {
+  void post(const Batch& batch, const Pool& pool, const Picking& picking, const std::vector<LogitChange>& changes, bool, Started& step) {
     auto* logits = const_cast<float*>(program.run(batch, pool));
     const int64_t width = program.logits_width();
-    const int64_t* banned = picking.bans.const_data_ptr<int64_t>();
-    for (int64_t i = 0; i < picking.bans.size(0); ++i) logits[banned[2 * i] * width + banned[2 * i + 1]] = -std::numeric_limits<float>::infinity();
+    change_logits(logits, width, changes.data(), static_cast<int64_t>(changes.size()));
     if (batch.num_samples > 0) program.sample(logits, width, sample_rows_of(picking.real, picking.whole), step.picked.data_ptr<int32_t>());
   }
 };

@@ -103,6 +103,16 @@ struct SampleRow {               // one row's sampler; 0 switches top_k and min_
   float top_p, min_p;
   uint64_t seed, position;       // the random number is a function of these two
 };
+struct LogitChange {             // of one row's token, before sampling: bias, then penalties, then a ban
+  int32_t row, token;
+  float bias;                    // 0: none
+  float count;                   // how often the token is in the window of the penalties; 0: they do not touch it
+  float repeat, presence, frequency;  // 1, 0, 0: none
+  int32_t is_banned;
+  int32_t after = 0;             // -1 - i: once more where the token is the one that the step before picked for its sample i, which only a device knows
+};
+// No two changes are of one (row, token); rows are `stride` apart.
+void change_logits(float* logits, int64_t stride, const LogitChange* changes, int64_t num_changes);
 int32_t sample_row(const float* logits, int64_t vocab_size, const SampleRow& row, float* scratch /* [2 * vocab_size] */);
 
 }  // namespace pyserve

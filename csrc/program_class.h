@@ -5,45 +5,21 @@
 //
 //     PackedWeight weight(const Tensor& data, int64_t type, int64_t rows, int64_t cols);  // kept
 //     static Pool pool(const Tensor& kv);
-//     void post(const Batch& batch, const Pool& pool, const Picking& picking, bool follows, Started& step);
+//     void post(const Batch& batch, const Pool& pool, const Picking& picking, const std::vector<LogitChange>& changes, bool follows, Started& step);
 #pragma once
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <deque>
 #include <memory>
 
 #include "callable.h"
+#include "picking.h"
 #include "tensors.h"
 
 namespace pyserve {
-
-struct Picking {  // how the tokens of a step are picked
-  Tensor real, whole;  // float32 [R, 3]: temperature, top_p, min_p; int64 [R, 3]: top_k, seed, position
-  Tensor bans;         // int64 [n, 2]: sample row, token id
-
-  const float* real_row(int64_t i) const { return real.const_data_ptr<float>() + 3 * i; }
-  const int64_t* whole_row(int64_t i) const { return whole.const_data_ptr<int64_t>() + 3 * i; }
-};
-
-inline void check_samplers(const Tensor& real, const Tensor& whole, int64_t num_rows) {
-  check_tensor(real, "real", at::kFloat, 2);
-  check_tensor(whole, "whole", at::kLong, 2);
-  check(real.size(0) == num_rows && real.size(1) == 3, "real must be [", num_rows, ", 3]");
-  check(whole.size(0) == num_rows && whole.size(1) == 3, "whole must be [", num_rows, ", 3]");
-}
-
-inline void check_picking(const Picking& picking, int64_t num_rows, int64_t width) {
-  check_samplers(picking.real, picking.whole, num_rows);
-  check_tensor(picking.bans, "bans", at::kLong, 2);
-  check(picking.bans.size(1) == 2, "bans must be [n, 2]");
-  const int64_t* banned = picking.bans.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < picking.bans.size(0); ++i) {
-    check(banned[2 * i] >= 0 && banned[2 * i] < num_rows, "bans: row ", banned[2 * i], " is not in the step");
-    check(banned[2 * i + 1] >= 0 && banned[2 * i + 1] < width, "bans: id ", banned[2 * i + 1], " is not in the vocabulary");
-  }
-}
 
 struct Started {  // a step
   Tensor picked;                       // int32 [samples], once they are known
@@ -135,8 +111,11 @@ struct ProgramClass {
 
   // As Program.start in pyserve/ops/program.py.
   static void start(const Ptr& self, const Tensor& tokens, const Tensor& positions, const Tensor& sequences, const Tensor& page_table,
-                    const Tensor& sample_rows, const Tensor& kv, const Tensor& real, const Tensor& whole, const Tensor& bans, const MaybeTensor& sources) {
-    const Picking picking{real, whole, bans};
+                    const Tensor& sample_rows, const Tensor& kv, const Tensor& real, const Tensor& whole, const Tensor& bans, const MaybeTensor& sources,
+                    const std::vector<Tensor>& weighing) {
+    check(weighing.empty() || weighing.size() == 3, "weighing must be penalties, places and values, or nothing");
+    const bool is_weighed = !weighing.empty();
+    const Picking picking = is_weighed ? Picking{real, whole, bans, weighing[0], weighing[1], weighing[2]} : Picking{real, whole, bans, {}, {}, {}};
     check_picking(picking, sample_rows.size(0), self->program.logits_width());
     const std::shared_ptr<Started> before = self->latest;
     if (sources.has_value()) {
@@ -147,7 +126,8 @@ struct ProgramClass {
     self->steps.start([=, state = self.get()] {  // which waits for its steps before it goes
       const Tensor ids = sources.has_value() ? tokens_after(*before, *sources) : tokens;
       const bool follows = sources.has_value() && before->in_pinned != nullptr;
-      state->post(batch_of(ids, positions, sequences, page_table, sample_rows), State::pool(kv), picking, follows, *step);
+      const Batch batch = batch_of(ids, positions, sequences, page_table, sample_rows);
+      state->post(batch, State::pool(kv), picking, changes_of(picking, batch, sources.has_value()), follows, *step);
       step->is_done = true;
     });
     self->started.push_back(step);

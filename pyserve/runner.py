@@ -37,7 +37,7 @@ class Step:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the program can sample it by itself: nothing is scored, and no row's logits change but by bans."""
+        """Whether the program can sample it by itself: nothing is scored, and nobody wants log-probabilities."""
         return not self.scored and self.sampling.is_plain
 
 
@@ -170,15 +170,18 @@ class Runner:
     def start(self, step: Step) -> None:
         """Begin a plain step in a thread of the program's; `collect` it once it is done."""
         sampling = step.sampling
-        bans = sampling.bans(self._program.vocab_size)
-        self._program.start(step.batch, self._kv.tensor, sampling.real, sampling.whole, bans, step.sources)
+        vocab_size = self._program.vocab_size
+        self._program.start(
+            step.batch, self._kv.tensor, sampling.real, sampling.whole, sampling.bans(vocab_size), step.sources,
+            sampling.weighing(vocab_size, follows=step.sources is not None),
+        )  # fmt: skip
 
     def collect(self, step: Step) -> StepResult:
         """The result of the step that was started first. Raises RuntimeError or ValueError when it failed."""
         return StepResult(dict(zip(step.ids, self._program.collect().tolist(), strict=True)))
 
     def run(self, step: Step) -> StepResult:
-        """Run any prepared step, log-probabilities and penalties included, in the calling thread.
+        """Run any prepared step, log-probabilities included, in the calling thread.
 
         Raises RuntimeError or ValueError when it fails; the pool's other pages are as before.
         """

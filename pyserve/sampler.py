@@ -10,11 +10,11 @@ truncation and temperature in the kernel, which never picks NaN or minus infinit
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 import pyserve.ops  # noqa: F401  loads the kernels
@@ -24,6 +24,66 @@ _LOWEST = torch.finfo(torch.float32).min
 _HIGHEST = torch.finfo(torch.float32).max
 _NEVER = float("-inf")
 _NEVER_ENDS = 2**63
+_NO_PENALTIES = (1.0, 0.0, 0.0)
+_FEW = 64  # tokens that are counted one by one
+
+
+_Ids = npt.NDArray[np.int64]
+_Values = npt.NDArray[np.float32]
+
+
+class _Weights:
+    """The bias of each token that one row's biases and penalties touch, and how often it is in the window of these.
+
+    Moving the window by a token costs the same however long it is. A token that left it may stay, with a count of 0.
+    """
+
+    def __init__(self, tokens: Sequence[int], biases: Sequence[tuple[int, float]], vocab_size: int) -> None:
+        self._tokens, self._vocab_size = tokens, vocab_size
+        self._first = self._last = 0
+        self._biases: dict[int, float] = {}
+        for token, bias in biases:
+            if 0 <= token < vocab_size:
+                self._biases[token] = self._biases.get(token, 0.0) + bias
+        self._count(0, 0)
+
+    def at(self, first: int, last: int) -> tuple[_Ids, _Values]:
+        """Of the window of tokens [first, last): ids, each once, and bias and count, f32 [n, 2]. For now only."""
+        num_moved = last - self._last + first - self._first
+        is_forward = first >= self._first and last >= self._last
+        if is_forward and num_moved <= _FEW and len(self._places) <= 2 * (last - first + len(self._biases)) + _FEW:
+            for token in self._tokens[self._last : last]:
+                self._add(token, 1)
+            for token in self._tokens[self._first : first]:
+                self._add(token, -1)
+            self._first, self._last = first, last
+        else:
+            self._count(first, last)
+        return self._ids[: len(self._places)], self._values[: len(self._places)]
+
+    def _count(self, first: int, last: int) -> None:
+        seen, counts = np.unique(np.array(self._tokens[first:last], dtype=np.int64), return_counts=True)
+        is_there = (seen >= 0) & (seen < self._vocab_size)
+        ids = seen[is_there].tolist()
+        ids += set(self._biases).difference(ids)
+        self._ids = np.array(ids, dtype=np.int64)
+        self._values = np.array([(self._biases.get(id, 0.0), 0) for id in ids], dtype=np.float32).reshape(-1, 2)
+        self._values[: is_there.sum(), 1] = counts[is_there]
+        self._places = {id: place for place, id in enumerate(ids)}
+        self._first, self._last = first, last
+
+    def _add(self, token: int, count: int) -> None:
+        place = self._places.get(token)
+        if place is None:
+            if not 0 <= token < self._vocab_size:
+                return
+            place = self._places[token] = len(self._places)
+            if place == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.zeros(place + _FEW, np.int64)])
+                self._values = np.concatenate([self._values, np.zeros((place + _FEW, 2), np.float32)])
+            self._ids[place] = token
+            self._values[place] = 0.0
+        self._values[place, 1] += count
 
 
 @dataclass(slots=True)
@@ -38,8 +98,11 @@ class SampleRequest:
     prompt_len: int
     real: tuple[float, float, float] = field(init=False)  # temperature, top_p, min_p
     whole: tuple[int, int] = field(init=False)  # top_k, seed
+    penalties: tuple[float, float, float] = field(init=False)  # repeat, presence, frequency
     is_adjusted: bool = field(init=False)
-    is_plain: bool = field(init=False)  # nothing but bans, and no log-probabilities
+    is_weighed: bool = field(init=False)  # adjusted by more than bans
+    is_plain: bool = field(init=False)  # no log-probabilities
+    _weights: _Weights | None = field(init=False, default=None)
     _bans: torch.Tensor | None = field(init=False, default=None)  # ids int64, while the same ones are banned
     _bans_end: int = field(init=False, default=0)  # number of generated tokens at which that changes
 
@@ -48,9 +111,10 @@ class SampleRequest:
         self.real = (params.temperature, params.top_p, params.min_p)
         self.whole = (params.top_k, _signed(params.seed))
         penalties = (params.repeat_penalty, params.presence_penalty, params.frequency_penalty)
-        is_weighed = bool(params.logit_bias) or penalties != (1.0, 0.0, 0.0)
-        self.is_adjusted = is_weighed or bool(params.banned_until)
-        self.is_plain = not is_weighed and params.num_logprobs is None
+        self.penalties = penalties if params.repeat_last_n else _NO_PENALTIES
+        self.is_weighed = bool(params.logit_bias) or self.penalties != _NO_PENALTIES
+        self.is_adjusted = self.is_weighed or bool(params.banned_until)
+        self.is_plain = params.num_logprobs is None
 
     def bans(self, vocab_size: int, num_tokens: int) -> torch.Tensor:
         """The ids banned when the sequence has so many tokens, int64."""
@@ -60,6 +124,19 @@ class SampleRequest:
             self._bans = torch.tensor([id for id, _ in bans], dtype=torch.int64)
             self._bans_end = min((end for _, end in bans), default=_NEVER_ENDS)
         return self._bans
+
+    def weights(self, vocab_size: int, num_tokens: int, num_known: int) -> tuple[_Ids, _Values]:
+        """What its biases and penalties see when the sequence has `num_tokens` tokens, of which the first `num_known`
+        are looked at: token ids, each once, and the bias and the count in the window of each, f32 [n, 2]. They change
+        with the next call.
+        """
+        if self._weights is None:
+            self._weights = _Weights(self.tokens, self.params.logit_bias, vocab_size)
+        if self.penalties == _NO_PENALTIES:
+            return self._weights.at(0, 0)
+        last_n = self.params.repeat_last_n
+        first = 0 if last_n < 0 else max(0, num_tokens - last_n)
+        return self._weights.at(first, max(first, num_known))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,29 +211,20 @@ def _wanted_logprobs(logits: torch.Tensor, row: int, token: int, params: Samplin
 
 def _adjust(logits: torch.Tensor, request: SampleRequest) -> None:
     """Bias, penalties and bans of one row, f32 [vocab], in place. Token ids outside the vocabulary are passed over."""
-    params, vocab_size = request.params, logits.shape[0]
-    biases = [(token, bias) for token, bias in params.logit_bias if 0 <= token < vocab_size]
-    if biases:
-        ids, values = zip(*biases, strict=True)
-        logits.index_add_(0, torch.tensor(ids), torch.tensor(values, dtype=torch.float32))
-    _penalise(logits, request)
-    if params.banned_until:
-        logits.index_fill_(0, request.bans(vocab_size, len(request.tokens)), _NEVER)
+    vocab_size, num_tokens = logits.shape[0], len(request.tokens)
+    if request.is_weighed:
+        _weigh(logits, request, *map(torch.from_numpy, request.weights(vocab_size, num_tokens, num_tokens)))
+    if request.params.banned_until:
+        logits.index_fill_(0, request.bans(vocab_size, num_tokens), _NEVER)
 
 
-def _penalise(logits: torch.Tensor, request: SampleRequest) -> None:
-    params = request.params
-    is_off = params.repeat_penalty == 1.0 and params.presence_penalty == 0.0 and params.frequency_penalty == 0.0
-    if is_off or params.repeat_last_n == 0:
-        return
-    window = request.tokens if params.repeat_last_n < 0 else request.tokens[-params.repeat_last_n :]
-    counts = Counter(token for token in window if 0 <= token < logits.shape[0])
-    ids = torch.tensor(list(counts), dtype=torch.int64)  # [distinct]
-    times = torch.tensor(list(counts.values()), dtype=torch.float32)  # [distinct]
-    seen = logits[ids]
-    if params.repeat_penalty != 1.0:
-        seen = torch.where(seen > 0, seen / params.repeat_penalty, seen * params.repeat_penalty)
-    logits[ids] = seen - times * params.frequency_penalty - params.presence_penalty
+def _weigh(logits: torch.Tensor, request: SampleRequest, ids: torch.Tensor, values: torch.Tensor) -> None:
+    """As the kernel that does it where no log-probabilities are wanted, to the bit (Weighing in ops/program.py)."""
+    repeat, presence, frequency = request.penalties
+    biases, counts = values.unbind(1)
+    biased = logits[ids] + biases
+    seen = torch.where(biased > 0, biased / repeat, biased * repeat) if repeat != 1.0 else biased
+    logits[ids] = torch.where(counts > 0, seen - counts * frequency - presence, biased)
 
 
 def _signed(seed: int) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pyserve.ops import Weighing
 from pyserve.sampler import SampleRequest
 
 
@@ -35,6 +36,24 @@ class Sampling:
             for token in request.bans(vocab_size, num_tokens).tolist()
         ]
         return torch.from_numpy(np.array(bans, dtype=np.int64).reshape(-1, 2))
+
+    def weighing(self, vocab_size: int, *, follows: bool) -> Weighing | None:
+        """What else changes logits; None: nothing. `follows`: the last token of each row is not known yet."""
+        if not any(request.is_weighed for request in self.requests):
+            return None
+        weights = [
+            request.weights(vocab_size, num_tokens, num_tokens - follows) if request.is_weighed else None
+            for request, num_tokens in zip(self.requests, self.whole[:, 2].tolist(), strict=True)
+        ]
+        num_places = sum(len(each[0]) for each in weights if each is not None)
+        places, values = np.empty((num_places, 2), np.int64), np.empty((num_places, 2), np.float32)
+        last = 0
+        for row, each in enumerate(weights):
+            if each is not None:
+                first, last = last, last + len(each[0])
+                places[first:last, 0], places[first:last, 1], values[first:last] = row, *each
+        penalties = np.array([request.penalties for request in self.requests], dtype=np.float32)
+        return Weighing(torch.from_numpy(penalties), torch.from_numpy(places), torch.from_numpy(values))
 
 
 class SlotSampling:

@@ -157,6 +157,18 @@ int32_t draw_unsorted(const float* logits, int64_t vocab_size, float best, float
 
 }  // namespace
 
+void change_logits(float* logits, int64_t stride, const LogitChange* changes, int64_t num_changes) {
+  for (const LogitChange* change = changes; change != changes + num_changes; ++change) {
+    float& place = logits[change->row * stride + change->token];
+    float logit = place + change->bias;
+    if (change->count > 0) {
+      if (change->repeat != 1) logit = logit > 0 ? logit / change->repeat : logit * change->repeat;
+      logit = logit - change->count * change->frequency - change->presence;
+    }
+    place = change->is_banned ? -kInfinity : logit;
+  }
+}
+
 int32_t sample_row(const float* logits, int64_t vocab_size, const SampleRow& row, float* scratch) {
   const float best = largest(logits, vocab_size);
   if (!(row.temperature > 0) || std::isinf(best)) return first_equal(logits, vocab_size, best);

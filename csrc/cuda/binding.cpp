@@ -6,7 +6,6 @@
 #include <ATen/ops/from_blob.h>
 #include <torch/library.h>
 
-#include <set>
 #include <utility>
 
 #include "../callable.h"
@@ -105,23 +104,18 @@ struct CudaProgram : ProgramState {  // what is kept: until everything is on the
     return pool_of(kv);
   }
 
-  void post(const Batch& batch, const Pool& pool, const Picking& picking, bool follows, Started& step) {
-    step.in_pinned = is_greedy(picking) ? program.post_greedy(batch, pool, follows) : program.post_drawn(batch, pool, follows, samplers_of(picking));
+  void post(const Batch& batch, const Pool& pool, const Picking& picking, const std::vector<LogitChange>& changes, bool follows, Started& step) {
+    const Samplers samplers{picking.real.const_data_ptr<float>(), picking.whole.const_data_ptr<int64_t>(), changes};
+    const bool is_greedy = changes.empty() && !is_any_drawn(picking.real);
+    step.in_pinned = is_greedy ? program.post_greedy(batch, pool, follows) : program.post_drawn(batch, pool, follows, samplers);
   }
 
  private:
-  static bool is_greedy(const Picking& picking) {
-    for (int64_t i = 0; i < picking.real.size(0); ++i)
-      if (picking.real_row(i)[0] > 0) return false;
-    return picking.bans.size(0) == 0;
-  }
-  static Samplers samplers_of(const Picking& picking) {
-    Samplers samplers{picking.real.const_data_ptr<float>(), picking.whole.const_data_ptr<int64_t>(), {}};
-    std::set<std::pair<int64_t, int64_t>> bans;  // each once
-    const int64_t* banned = picking.bans.const_data_ptr<int64_t>();
-    for (int64_t i = 0; i < picking.bans.size(0); ++i) bans.emplace(banned[2 * i], banned[2 * i + 1]);
-    for (const auto& [row, token] : bans) samplers.changes.push_back({static_cast<int32_t>(row), static_cast<int32_t>(token), 0.f, 0.f, 1.f, 0.f, 0.f, 1});
-    return samplers;
+  static bool is_any_drawn(const Tensor& real) {
+    const float* row = real.const_data_ptr<float>();
+    for (int64_t i = 0; i < real.size(0); ++i)
+      if (row[3 * i] > 0) return true;
+    return false;
   }
 };
 using ProgramPtr = c10::intrusive_ptr<CudaProgram>;

@@ -24,14 +24,6 @@ struct Device {
   int32_t shared_bytes;  // cudaDevAttrMaxSharedMemoryPerBlockOptin
 };
 
-struct LogitChange {  // of one row's token, before sampling, as pyserve/sampler.py orders it: bias, penalties, ban
-  int32_t row, token;
-  float bias;                         // 0: none
-  float count;                        // how often the token is in the window of the penalties; 0: they do not touch it
-  float repeat, presence, frequency;  // 1, 0, 0: none
-  int32_t is_banned;
-};
-
 extern "C" {
 
 // --- attention_decode.cu: each row of `rows` on its own; q starts at column 0 of `q`. Heads of 64, 80, 96, 128, 256; KV in f16 or bf16.
@@ -90,8 +82,9 @@ int pyserve_cuda_take_rows(const float* x, int64_t width, const int32_t* rows, i
 
 // --- sample.cu: the most probable token of each row, ties to the lower id, NaN never; int32 [num_rows]
 int pyserve_cuda_argmax(const float* logits, int64_t stride, int64_t vocab_size, int64_t num_rows, int32_t* tokens, void* stream);
-// No two changes are of one (row, token); rows and tokens must exist.
-int pyserve_cuda_change_logits(float* logits, int64_t stride, const LogitChange* changes, int64_t num_changes, void* stream);
+// A row's changes stand together, no two of one token; rows and tokens must exist. `picked`: of the step before, null where no change is `after` it. A change of
+// token -1 - i, which comes first of its row, is that of picked[i], unless one of the row's others is.
+int pyserve_cuda_change_logits(float* logits, int64_t stride, const LogitChange* changes, int64_t num_changes, const int32_t* picked, void* stream);
 // --- draw.cu: as csrc/cpu/sample.cpp; real f32 [num_rows, 3]: temperature, top_p, min_p; whole int64 [num_rows, 3]: top_k, seed, position
 int pyserve_cuda_draw(const float* logits, int64_t stride, int64_t vocab_size, const float* real, const int64_t* whole, int64_t num_rows, int32_t* tokens,
                       void* stream);

@@ -32,7 +32,7 @@ namespace pyserve::cuda {
 struct Samplers {  // of a step's samples, on the host: as pyserve_cuda_draw has them
   const float* real;
   const int64_t* whole;
-  std::vector<LogitChange> changes;
+  const std::vector<LogitChange>& changes;
 };
 
 class Program final : public Recorder {

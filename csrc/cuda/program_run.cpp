@@ -215,7 +215,9 @@ void Program::draw(const Samplers& samplers, int64_t num_samples) {
   must(pyserve_cuda_copy(samplers_.as<void>(), staging.as<void>(), num_bytes, 0, stream), "uploading the samplers");
   const uint8_t* there = samplers_.as<uint8_t>();
   const Activations& logits = this->logits().data;
-  must(pyserve_cuda_change_logits(logits.f32, logits.width, reinterpret_cast<const LogitChange*>(there + changes_at), num_changes, stream), "bans");
+  must(pyserve_cuda_change_logits(logits.f32, logits.width, reinterpret_cast<const LogitChange*>(there + changes_at), num_changes,
+                                  picked_.as<int32_t>(), stream),
+       "changing logits");
   must(pyserve_cuda_draw(logits.f32, logits.width, logits.width, reinterpret_cast<const float*>(there + whole_bytes),
                          reinterpret_cast<const int64_t*>(there), num_samples, picked_.as<int32_t>(), stream),
        "sampling");

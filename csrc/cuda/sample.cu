@@ -3,7 +3,9 @@
 // One block a row. Each thread looks at its columns in ascending order, then pairs are compared over lanes and warps. A row of nothing but NaN gives token 0, as
 // csrc/cpu/sample.cpp does.
 //
-// Changes: one thread for each (row, token), so no two threads touch one logit; the arithmetic of a change is pyserve/sampler.py's, in its order.
+// Changes: one thread for each (row, token), so no two threads touch one logit; the arithmetic of a change is csrc/cpu/sample.cpp's, in its order. What the step
+// before picked, and the host has not seen, counts in a row's window: each of the row's changes looks whether it is of that token, and where none is, the first
+// one of the row stands for it.
 //
 // Layout: logits f32 [num_rows, vocab_size], rows `stride` elements apart; tokens int32 [num_rows]. Rows with a temperature: draw.cu.
 // Not run on hardware so far: proved on the emulator of tests/cuda.
@@ -17,10 +19,18 @@ __global__ void __launch_bounds__(kSampleThreads) argmax_kernel(const float* log
   if (threadIdx.x == 0) tokens[blockIdx.x] = best.id;
 }
 
-__global__ void __launch_bounds__(128) change_kernel(float* logits, int64_t stride, const LogitChange* changes, int64_t num_changes) {
+__global__ void __launch_bounds__(128) change_kernel(float* logits, int64_t stride, const LogitChange* changes, int64_t num_changes,
+                                                           const int32_t* picked) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * 128 + threadIdx.x;
   if (i >= num_changes) return;
-  const LogitChange change = changes[i];
+  LogitChange change = changes[i];
+  if (change.token < 0) {
+    change.token = picked[-1 - change.token];
+    for (int64_t other = i + 1; other < num_changes && changes[other].row == change.row; ++other)
+      if (changes[other].token == change.token) return;
+  } else if (change.after < 0 && picked[-1 - change.after] == change.token) {
+    change.count += 1.f;
+  }
   float* place = logits + change.row * stride + change.token;
   float logit = __fadd_rn(*place, change.bias);
   if (change.count > 0.f) {
@@ -39,10 +49,11 @@ extern "C" int pyserve_cuda_argmax(const float* logits, int64_t stride, int64_t 
                 static_cast<int>(vocab_size), tokens);
 }
 
-extern "C" int pyserve_cuda_change_logits(float* logits, int64_t stride, const LogitChange* changes, int64_t num_changes, void* stream) {
+extern "C" int pyserve_cuda_change_logits(float* logits, int64_t stride, const LogitChange* changes, int64_t num_changes, const int32_t* picked,
+                                          void* stream) {
   if (num_changes == 0) return 0;
   return launch(change_kernel, dim3(static_cast<unsigned>((num_changes + 127) / 128)), dim3(128), 0, static_cast<cudaStream_t>(stream), logits, stride, changes,
-                num_changes);
+                num_changes, picked);
 }
 
 }  // namespace pyserve::cuda

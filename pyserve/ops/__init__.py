@@ -13,7 +13,7 @@ fakes.register()
 
 from pyserve.ops.device import CpuDevice, Device, PoolShape, open_device  # noqa: E402  what follows needs the extension
 from pyserve.ops.kv import allocate_pool, page_bytes  # noqa: E402
-from pyserve.ops.program import AttentionShape, Program, Register, RopeTable, StepBatch  # noqa: E402
+from pyserve.ops.program import AttentionShape, Program, Register, RopeTable, StepBatch, Weighing  # noqa: E402
 from pyserve.ops.stream import CopyEvent, CopyFailed, CopyStream, Fence, PageMismatch, comb_table, copy_pages  # noqa: E402
 from pyserve.ops.weights import PackedWeight, pack  # noqa: E402
 
@@ -32,6 +32,7 @@ __all__ = [
     "Register",
     "RopeTable",
     "StepBatch",
+    "Weighing",
     "allocate_pool",
     "comb_table",
     "copy_pages",

@@ -72,6 +72,19 @@ class StepBatch:
     sample_rows: torch.Tensor  # [R]: rows whose logits are wanted; R may be 0
 
 
+@dataclass(frozen=True, slots=True)
+class Weighing:
+    """How the logits of a step change before its tokens are picked, apart from bans, which come after this.
+
+    The bias of a place is added to its logit. Where its count is above 0, the logit is then divided by `repeat` if
+    positive, else multiplied by it, and count * frequency and `presence` are taken away.
+    """
+
+    penalties: torch.Tensor  # float32 [R, 3]: repeat, presence, frequency of each sample row; 1, 0, 0 where it has none
+    places: torch.Tensor  # int64 [n, 2]: sample row, token id; each once, rows ascend
+    values: torch.Tensor  # float32 [n, 2]: bias, and how often the token is in the window of the row's penalties
+
+
 class Program:
     """Built once: `buffer`, the instructions, `set_logits`. Then `run`, one at a time, from any thread.
 
@@ -206,19 +219,22 @@ class Program:
         whole: torch.Tensor,
         bans: torch.Tensor,
         sources: torch.Tensor | None = None,
+        weighing: Weighing | None = None,
     ) -> None:
         """Begin a step and the sampling of its R sample rows in a thread of the program's, and return at once.
 
         `real` and `whole` are as in `sample`; `bans` int64 [n, 2]: (sample row, token id) that cannot be picked. When
         it is done, `fileno()` is readable, `num_done` counts it, and `collect` gives the result. The batch's tensors
-        must not change until then, but for columns of the page table that the step does not reach.
+        must not change until then, but for columns of the page table that the step does not reach. `weighing`: what
+        else changes logits, before bans do.
 
         One step may be started behind another that is not collected yet. With `sources`, int32 [T], its tokens are
         not known: row i's is the one that the step before picks for its sample row sources[i]. It fails if that fails.
+        In a row with penalties this token counts too, beside what `weighing` says of the window before it.
         """
         self._start(
             batch.tokens, batch.positions, batch.sequences, batch.page_table, batch.sample_rows, kv, real, whole, bans,
-            sources,
+            sources, [] if weighing is None else [weighing.penalties, weighing.places, weighing.values],
         )  # fmt: skip
 
     def fileno(self) -> int:

@@ -173,14 +173,16 @@ class LogitChange(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("row", "token")),
         *((name, ctypes.c_float) for name in ("bias", "count", "repeat", "presence", "frequency")),
-        ("is_banned", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("is_banned", "after")),
     )
 
 
-def change_logits(library: Library, logits: Array, changes: Sequence[LogitChange]) -> Array:
-    """A copy, changed."""
+def change_logits(
+    library: Library, logits: Array, changes: Sequence[LogitChange], picked: Array | None = None
+) -> Array:
+    """A copy, changed. `picked`: int32, what the changes come after."""
     out, table = logits.copy(), (LogitChange * len(changes))(*changes)
-    call(library, "pyserve_cuda_change_logits", out, out.shape[1], table, len(changes))
+    call(library, "pyserve_cuda_change_logits", out, out.shape[1], table, len(changes), picked)
     return out
 
 

@@ -27,6 +27,7 @@ WRONG = {  # what it does: file, text, what stands there instead, the case that 
     "no temperature": ("draw.cu", "Weigh::tempered, turn", "Weigh::probability, turn", "draw_listed"),
     "the floor of min_p forgotten": ("draw.cu", "|| row.logits[id] < floor", "", "draw_by_id"),
     "padding written": ("kv_write.cu", "num_rows || a.rows.positions[row] < 0)", "num_rows)", "padding"),
+    "the token before forgotten": ("sample.cu", "change.count += 1.f", "change.count += 0.f", "change_logits"),
     "presence added": ("sample.cu", ")), change.presence", ")), -change.presence", "change_logits"),
     "a key behind the row's own": ("attention_f32.cu", "position > seen.last)", "position > seen.last + 1)", "full"),
 }  # fmt: skip

@@ -148,6 +148,35 @@ def test_bias_penalties_and_bans_are_the_cpus(library: Library, policy: int) -> 
     np.testing.assert_array_equal(change_logits(library, first, changes), on_host.numpy())
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_token_before_counts_whether_or_not_it_is_among_the_changes(library: Library, policy: int) -> None:
+    """Row 1 comes after the token 7, row 2 after 12; row 0 after none."""
+    library.configure(policy)
+    logits, penalties = normal(9, 3, 40), (1.3, 0.4, 0.2)
+    known = [
+        (0, 7, 0.5, 1.0),
+        (1, 3, -0.5, 2.0),
+        (1, 7, 1.0, 2.0),
+        (1, 12, 0.25, 0.0),
+        (2, 7, 0.5, 1.0),
+        (2, 30, 2.0, 0.0),
+    ]
+    changes, wanted = [], []
+    for row, source in ((0, None), (1, 1), (2, 0)):
+        token = (12, 7)[source] if source is not None else None
+        if source is not None:
+            changes.append(LogitChange(row, -1 - source, 0.0, 1.0, *penalties))
+        if source is not None and token not in [id for at, id, _, _ in known if at == row]:
+            wanted.append(LogitChange(row, token, 0.0, 1.0, *penalties))
+        for _, id, bias, count in [each for each in known if each[0] == row]:
+            after = 0 if source is None else -1 - source
+            changes.append(LogitChange(row, id, bias, count, *penalties, 0, after))
+            wanted.append(LogitChange(row, id, bias, count + (id == token), *penalties))
+    got = change_logits(library, logits, changes, np.array([12, 7], np.int32))
+    np.testing.assert_array_equal(got, change_logits(library, logits, wanted))
+    assert (got != logits).sum() == len(known) + 1
+
+
 def test_what_cannot_be_done_is_refused(library: Library) -> None:
     with pytest.raises(EmulatorError):
         draw(library, normal(1, 1, 40), [Draw()], 41)

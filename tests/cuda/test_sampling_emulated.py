@@ -10,6 +10,7 @@ import torch
 from pyserve import ops
 from pyserve.models.load import Model, load
 from pyserve.ops import StepBatch
+from tests.ops.weighed import check_picked, picked_by_the_program, picked_by_the_sampler
 from tools.make_tiny_model import make_gguf
 
 TABLE = torch.arange(12, dtype=torch.int32).reshape(3, 4)
@@ -87,6 +88,13 @@ def test_a_prompt_is_drawn_from_and_the_next_step_follows_it(opened: ops.Device,
     assert first == wanted
     known = StepBatch(ints(first), after.positions, after.sequences, TABLE, after.sample_rows)
     assert second == program.run(known, again).argmax(1).tolist()
+
+
+def test_rows_with_biases_and_penalties_are_drawn_as_on_the_host(opened: ops.Device, model: Model) -> None:
+    """Also where the token that the step before picked, unseen by the host, is in the window."""
+    table = torch.arange(12, dtype=torch.int32).reshape(6, 2)
+    picked = picked_by_the_program(model.program, new_pool(opened), table, 9)
+    check_picked(picked, picked_by_the_sampler(model.program, new_pool(opened), table, 9))
 
 
 def test_with_kv_in_f32_logits_are_near_the_cpus_and_chunks_change_no_bit(

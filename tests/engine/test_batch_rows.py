@@ -31,7 +31,8 @@ def new_sequence(dice: random.Random, number: int, slot: int) -> Sequence:
     scored = 2 if dice.random() < 0.3 else None
     sampling = SamplingParams(
         temperature=number % 3 / 2, top_k=number % 50, top_p=0.5 + number % 5 / 10, min_p=number % 7 / 10, seed=number,
-        repeat_penalty=dice.choice([1.0, 1.0, 1.0, 1.1]), banned_until=dice.choice([(), (), ((2, 9),)]),
+        repeat_penalty=dice.choice([1.0, 1.0, 1.0, 1.1]), num_logprobs=dice.choice([None, None, None, 0]),
+        banned_until=dice.choice([(), (), ((2, 9),)]),
     )  # fmt: skip
     sequence = Sequence(number, SequenceRequest(prompt, sampling, prompt_logprobs=scored), 0)
     sequence.slot = slot
@@ -113,7 +114,7 @@ def check_rows(step: Step, rows: Items[Row]) -> None:
             assert id == sequence.id and sample_rows[at] == last - 1
             assert real == pytest.approx([params.temperature, params.top_p, params.min_p])
             assert whole == [params.top_k, params.seed, start + length]
-            is_plain = is_plain and params.repeat_penalty == 1.0
+            is_plain = is_plain and params.num_logprobs is None
             if step.sampling.requests:
                 request = next(requests)
                 assert request.tokens is sequence.tokens and request.params is params

@@ -62,7 +62,25 @@ def random_request(source: random.Random) -> SequenceRequest:
     stops = frozenset(source.sample(range(3, 96), source.choice([0, 2, 8])))
     if stops and source.random() < 0.5:
         sampling = replace(sampling, banned_until=tuple((token, 12) for token in stops))
+    if source.random() < 0.3:
+        sampling = replace(
+            sampling,
+            repeat_penalty=source.choice([1.0, 1.4]),
+            repeat_last_n=source.choice([-1, 0, 1, 5, 64]),
+            presence_penalty=source.choice([0.0, 0.7]),
+            frequency_penalty=source.choice([0.0, 0.3]),
+            logit_bias=tuple(
+                (token, source.uniform(-2, 4)) for token in source.sample(range(96), source.choice([0, 9]))
+            ),
+        )
     return SequenceRequest(prompt, sampling, max_tokens=source.randrange(0, 60), stop_tokens=stops)
+
+
+def on_the_host(wanted: SequenceRequest) -> SequenceRequest:
+    """The same where its logits change: whoever wants log-probabilities is not sampled by the program."""
+    sampling = wanted.sampling
+    is_weighed = sampling.logit_bias or sampling.frequency_penalty or sampling.repeat_penalty != 1.0
+    return replace(wanted, sampling=replace(sampling, num_logprobs=0)) if is_weighed else wanted
 
 
 def seen(outcome: Outcome) -> object:
@@ -89,7 +107,7 @@ def test_tokens_and_endings_are_those_of_one_step_at_a_time(model: Model, num_ah
         assert_clean(together)
         num_parks += together.preempts
         with one_step_at_a_time(model):
-            alone = [run(model, [[each]], ctx_size=512, parallel=1).outcomes[0] for each in requests]
+            alone = [run(model, [[on_the_host(each)]], ctx_size=512, parallel=1).outcomes[0] for each in requests]
         assert [seen(outcome) for outcome in together.outcomes] == [seen(outcome) for outcome in alone]
     assert num_parks > 50
     assert len(num_ahead) > 500 and max(num_ahead) > 3

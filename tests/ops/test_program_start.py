@@ -7,9 +7,10 @@ import select
 import pytest
 import torch
 
-from pyserve.ops import Program, StepBatch
+from pyserve.ops import Program, StepBatch, Weighing
 from tests.ops.paged import ints
 from tests.ops.small_model import SmallModel, batch_of
+from tests.ops.weighed import check_picked, picked_by_the_program, picked_by_the_sampler
 
 PAGE_TABLE = ints([[3, 2, -1], [0, 1, -1], [4, 5, -1]])
 GREEDY = (torch.zeros(3, 3), torch.zeros(3, 3, dtype=torch.int64), torch.empty(0, 2, dtype=torch.int64))
@@ -95,3 +96,32 @@ def test_sources_name_sample_rows_of_the_step_before() -> None:
     with pytest.raises(ValueError, match="sources"):
         program.start(behind, kv, *tables(1), ints([3]))
     assert program.collect().shape == (3,)
+
+
+def test_biases_penalties_and_bans_are_the_samplers_also_for_tokens_that_were_not_known() -> None:
+    model = SmallModel()
+    table = torch.arange(36, dtype=torch.int32).reshape(6, 6)
+    picked = picked_by_the_program(model.program(), model.pool(36, 4), table, 9)
+    check_picked(picked, picked_by_the_sampler(model.program(), model.pool(36, 4), table, 9))
+
+
+def test_what_is_wrong_with_changes_of_logits_is_said() -> None:
+    model = SmallModel()
+    program, kv = model.program(), model.pool(6, 4)
+
+    def start(penalties: torch.Tensor, places: list[list[int]], values: list[list[float]]) -> None:
+        weighing = Weighing(penalties, torch.tensor(places), torch.tensor(values))
+        program.start(sample_rows(prompts()), kv, *tables(3), None, weighing)
+
+    none = torch.tensor([[1.0, 0.0, 0.0]]).repeat(3, 1)
+    with pytest.raises(ValueError, match=r"penalties must be \[3, 3\]"):
+        start(none[:2], [[0, 1]], [[1.0, 0.0]])
+    with pytest.raises(ValueError, match="places: row 3 is not in the step"):
+        start(none, [[3, 1]], [[1.0, 0.0]])
+    with pytest.raises(ValueError, match="places: id 100 is not in the vocabulary"):
+        start(none, [[0, 100]], [[1.0, 0.0]])
+    with pytest.raises(ValueError, match="places must be in the order of their rows"):
+        start(none, [[2, 1], [1, 1]], [[1.0, 0.0], [1.0, 0.0]])
+        program.collect()
+    with pytest.raises(ValueError, match=r"values must be \[1, 2\]"):
+        start(none, [[0, 1]], [[1.0, 0.0], [1.0, 0.0]])

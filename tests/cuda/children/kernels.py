@@ -151,11 +151,19 @@ def drawn(library: Library, draws: list[Draw], vocab_size: int = 700, spread: fl
 
 
 def changed(library: Library) -> float:
+    """Row 0 comes after the token 7, which its last change is of."""
     logits = normal(1, 2, 40)
-    changes = [LogitChange(1, 39, 0.5, 2, 1.0, 0.25, 0.125, False), LogitChange(0, 0, 0, 0, 1, 0, 0, False)]
+    penalties = 1.0, 0.25, 0.125
+    changes = [
+        LogitChange(0, -1, 0, 1, *penalties),
+        LogitChange(0, 0, 0, 0, *penalties, False, -1),
+        LogitChange(0, 7, 1.0, 1, *penalties, False, -1),
+        LogitChange(1, 39, 0.5, 2, *penalties),
+    ]
     wanted = logits.copy()
+    wanted[0, 7] += 1.0 - 2 * 0.125 - 0.25
     wanted[1, 39] += 0.5 - 2 * 0.125 - 0.25
-    return difference(change_logits(library, logits, changes), wanted, 1e-6)
+    return difference(change_logits(library, logits, changes, np.array([7], np.int32)), wanted, 1e-6)
 
 
 ATTENTION_CASES: dict[str, Callable[[Library], float]] = {
