@@ -52,10 +52,12 @@ class Beside:
         From its start to here no sequence in that step has ended, so it writes to no page that is free.
         """
         while any(map(self._transfers.is_copying, sequences)):
-            await self._watch.wait(begun.done)
-            self._transfers.collect()
-            if begun.done.done():
-                return False
+            self._transfers.collect()  # a small copy has ended by now, and need not be waited for in a thread
+            if any(map(self._transfers.is_copying, sequences)):
+                await self._watch.wait(begun.done)
+                self._transfers.collect()
+                if begun.done.done():
+                    return False
             sequences = sequences + self._restore()
         return True
 

@@ -22,7 +22,7 @@ class Pace:
         self.stream = GatedStream()
         self.num_steps_held = 0
         self.steps: list[list[int]] = []  # the sequences of each
-        self.give_up_s = time.monotonic() + 20  # an engine that takes no note of copies while a step runs would wait
+        self.give_up_s = time.process_time() + 20  # one that takes no note of copies while a step runs would wait
         self.num_alone = 0  # steps that were not started behind another
 
     def set(self, engine: Engine) -> None:
@@ -35,7 +35,7 @@ class Pace:
 
         def is_due() -> bool:
             if not self.copy_steps:
-                return engine._parking.is_busy and time.monotonic() < self.give_up_s
+                return engine._parking.is_busy and time.process_time() < self.give_up_s
             return bool(self.stream.real.num_outstanding())
 
         def noted(step: Any) -> None:
