@@ -7,7 +7,8 @@ and evicts them one by one.
 
 together   all begin at once with prompts of 1,000 tokens, and generate 1,000
 turnover   prompts of 100 to 1,900 tokens; whoever has 2,000 leaves, its pages stay in the prompt cache, another comes
-pressure   the same in a pool for a third of it, so that sequences are parked and come back
+pressure   the same in a pool for a third of it, so that sequences are parked and come back; the runway is kept clear,
+           as it is by default (with --no-preempt-async pools fill to the last page, which leaves more pieces)
 
 Columns: means of runs and copies over the sequences, and the most copies that one of them takes. With pages of one
 token, a GPU moves what is in too many pieces with one kernel launch instead.
@@ -40,7 +41,7 @@ LARGE = 1 << 30
 class LastInFirstOut(Pool):
     """The plain allocator: a stack of free pages."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, block_len: int = 1) -> None:
         super().__init__(num_pages)
         self._stack = list(range(num_pages - 1, -1, -1))
 
@@ -75,7 +76,7 @@ def measure(mix: str, num_sequences: int, page_size: int, pool: type[Pool] | Non
     source = random.Random(seed)
     demand = num_sequences * (LENGTH + 32)
     num_pages = (demand if mix != "pressure" else max(demand // 3, LENGTH + 32)) // page_size + num_sequences
-    limits = Limits(num_pages, page_size, num_sequences, is_async=False)
+    limits = Limits(num_pages, page_size, num_sequences)
     ledger = Ledger(limits) if pool is None else _plain_ledger(pool, limits)
     num_wanted = num_sequences * (1 if mix == "together" else 4)
     prompt_lens = [1000 if mix == "together" else source.randrange(100, 1900) for _ in range(num_wanted)]

@@ -38,13 +38,15 @@ from pyserve.view import Room, View, none_spared
 
 __all__ = ["Ledger", "Limits"]
 
+BLOCK_TOKENS = 16  # cells that a sequence takes at a time where pages are small; more would leave the runway in pieces
+
 
 class Ledger(Census):
     """One pool and everyone on it."""
 
     def __init__(self, limits: Limits, policy: Policy | None = None) -> None:
         self.limits = limits
-        pool = Pool(limits.num_pages)
+        pool = Pool(limits.num_pages, max(1, BLOCK_TOKENS // limits.page_size))
         super().__init__(View(limits, pool, PrefixCache(pool, limits.page_size), policy or Policy()))
         self._view.free_slots = list(range(limits.num_slots))
         self._room = Room(limits.page_size, 0)  # what the parks of this iteration have left of it

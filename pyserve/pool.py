@@ -16,6 +16,10 @@ and a heap of gaps by size, whose outdated entries are dropped when they surface
 to its last one while that is free; otherwise, and for a new sequence, pages come from the middle of the largest gap,
 so that the sequence before the gap keeps room to grow and sequences growing side by side leave few runs (R16).
 
+Small pages are handed out in aligned blocks of `block_len`, a power of two. What a sequence has not filled of its last
+block is as free as any page, and counted so, but others take it only when no whole block is free; then halves of
+blocks come first, then quarters. A gap's largest aligned blocks are what makes it large.
+
 Not handled here: which page to evict (prefix.py), whom to park (planner.py), the bytes (kv_store.py).
 """
 
@@ -28,8 +32,9 @@ from heapq import heapify, heappop, heappush
 class Pool:
     """`num_pages` pages, numbered from 0. Asking for more than is free is a bug of the caller."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, block_len: int = 1) -> None:
         self.num_pages = num_pages
+        self.block_len = block_len
         self.holders = [0] * num_pages  # sequences that use the page
         self.readers = [0] * num_pages  # park copies that read the page after its sequence let go
         self.is_cached = bytearray(num_pages)
@@ -38,7 +43,7 @@ class Pool:
         self.num_leaving = 0
         self._gap_len = {0: num_pages}
         self._gap_start = {num_pages: 0}  # by end, exclusive
-        self._largest = [(-num_pages, 0)]
+        self._largest = [self._rank(0, num_pages)]
 
     @property
     def num_held(self) -> int:
@@ -54,12 +59,12 @@ class Pool:
         assert count <= self.num_free, f"{count} pages asked for, {self.num_free} free"
         pages: list[int] = []
         if after is not None and after + 1 in self._gap_len:
-            self._take(after + 1, 0, count, pages)
+            self._grow(after + 1, count, pages)
         while len(pages) < count:
-            start, length = self._largest_gap()
-            wanted = count - len(pages)
-            is_at_edge = start == 0 or wanted >= length
-            self._take(start, 0 if is_at_edge else (length - wanted) // 2, wanted, pages)
+            size, num_blocks, start = self._largest_gap()
+            wanted = min(count - len(pages), num_blocks * size)
+            num_spare = num_blocks - -(-wanted // size) if start else 0
+            self._take(start, -start % size + num_spare // 2 * size, wanted, pages)
         for page in pages:
             self.holders[page] = 1
         self.num_free -= count
@@ -152,11 +157,35 @@ class Pool:
             assert self.is_cached[page], f"page {page} is free and cannot be shared"
             self.num_cached -= 1
 
-    def _largest_gap(self) -> tuple[int, int]:
+    def is_crowded(self, after: int | None) -> bool:
+        """The sequence whose last page is `after` can only grow into what is left of other sequences' blocks."""
+        if after is not None and (after + 1) % self.block_len and after + 1 in self._gap_len:
+            return False
+        return not self.num_free or self._largest_gap()[0] < self.block_len
+
+    def _grow(self, start: int, count: int, pages: list[int]) -> None:
+        """Up to `count` pages from `start` on: to the end of the block, and on through blocks that are free."""
+        length, rest = self._gap_len[start], -start % self.block_len
+        if length > rest:
+            length -= (length - rest) % self.block_len
+        if length:
+            self._take(start, 0, min(count, length), pages)
+
+    def _rank(self, start: int, length: int) -> tuple[int, int, int, int]:
+        """Of a gap among others: by the size of the largest blocks in it, halves, quarters and so on if none is whole,
+        and by their number.
+        """
+        size, end = self.block_len, start + length
+        while (num_blocks := end // size - -(-start // size)) <= 0:
+            size //= 2
+        return -size, -num_blocks, start, length
+
+    def _largest_gap(self) -> tuple[int, int, int]:
+        """The size of the largest blocks in it, their number, and its start. There must be one."""
         while True:
-            negative_len, start = self._largest[0]
-            if self._gap_len.get(start) == -negative_len:
-                return start, -negative_len
+            negative_size, negative_blocks, start, length = self._largest[0]
+            if self._gap_len.get(start) == length:
+                return -negative_size, -negative_blocks, start
             heappop(self._largest)
 
     def _take(self, start: int, offset: int, count: int, pages: list[int]) -> None:
@@ -186,9 +215,9 @@ class Pool:
     def _add_gap(self, start: int, length: int) -> None:
         self._gap_len[start] = length
         self._gap_start[start + length] = start
-        heappush(self._largest, (-length, start))
+        heappush(self._largest, self._rank(start, length))
         if len(self._largest) > 4 * len(self._gap_len) + 64:
-            self._largest = [(-size, first) for first, size in self._gap_len.items()]
+            self._largest = [self._rank(first, size) for first, size in self._gap_len.items()]
             heapify(self._largest)
 
     def check_integrity(self) -> None:

@@ -117,9 +117,10 @@ class Residents:
         if count <= 0:
             return
         pool = self._view.pool
-        if pool.num_free < count:
+        after = sequence.pages[-1] if sequence.pages else None
+        if pool.num_free < count or (pool.num_cached and pool.is_crowded(after)):
             self._evict(count)
-        sequence.pages += pool.allocate(count, sequence.pages[-1] if sequence.pages else None)
+        sequence.pages += pool.allocate(count, after)
 
     def _evict(self, num_pages: int) -> None:
         """So many pages come free, and some more where there are: if cached prompts gave way page by page, sequences
@@ -128,8 +129,8 @@ class Residents:
         view = self._view
         pool, limits = view.pool, view.limits
         ahead = min(len(view.running) * self.evicted_ahead // limits.page_size, limits.num_pages // 16)
-        wanted = num_pages - pool.num_free
-        self.num_evicted += len(view.cache.evict(max(wanted, min(wanted + ahead, pool.num_cached))))
+        wanted = max(0, num_pages - pool.num_free)
+        self.num_evicted += len(view.cache.evict(max(wanted, min(max(1, wanted + ahead), pool.num_cached))))
 
     def release(self, sequence: Sequence, start: int = 0) -> None:
         """Lets go of the pages from `start` on."""

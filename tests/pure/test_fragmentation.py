@@ -21,6 +21,12 @@ def test_a_park_of_2000_tokens_is_at_most_80_copies(mix: str, num_sequences: int
     assert max(pieces.copies) <= 80
 
 
+@pytest.mark.parametrize("mix", ["turnover", "pressure"])
+def test_pages_of_one_token_leave_hardly_more_copies(mix: str) -> None:
+    """They are handed out in blocks; one by one they made 176 copies."""
+    assert max(measure(mix, 3, 1).copies) <= 80
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("mix", MIXES)
 def test_a_plain_free_list_leaves_more_than_twice_as_many_runs(mix: str, page_size: int) -> None:

@@ -41,6 +41,41 @@ def test_four_sequences_growing_side_by_side_leave_few_runs() -> None:
     pool.check_integrity()
 
 
+def test_what_is_free_of_a_block_is_left_to_the_sequence_that_began_it() -> None:
+    """As long as a whole block is free; then others take half of it, and all of it before anything is refused."""
+    pool = Pool(32, block_len=8)
+    first, second = pool.allocate(3), pool.allocate(11)
+    assert all(page % 8 == 0 for page in (first[0], second[0]))
+    third = pool.allocate(8)
+    assert first[0] // 8 not in {page // 8 for page in second + third} and not pool.is_crowded(second[-1])
+    assert pool.is_crowded(third[-1]) and pool.is_crowded(None)
+    first += pool.allocate(1, after=first[-1])
+    assert first == list(range(first[0], first[0] + 4))
+    fourth = pool.allocate(4)
+    assert fourth[0] % 4 == 0 and fourth == list(range(fourth[0], fourth[0] + 4)), "half a block"
+    rest = pool.allocate(pool.num_free)
+    assert sorted(first + second + third + fourth + rest) == list(range(32))
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("block_len", [1, 2, 8])
+def test_whatever_is_free_is_given_in_blocks_or_in_pieces(block_len: int) -> None:
+    dice = random.Random(block_len)
+    pool = Pool(100, block_len)
+    chats: list[list[int]] = [[]]
+    for _ in range(3000):
+        pages = dice.choice(chats)
+        count = min(dice.choice([1, 1, 1, 5, 40]), pool.num_free)
+        pages += pool.allocate(count, after=pages[-1] if pages else None)
+        if not pool.num_free or dice.random() < 0.05:
+            pool.release(chats.pop(dice.randrange(len(chats))))
+        if len(chats) < 4:
+            chats.append([])
+        held = [page for each in chats for page in each]
+        assert len(set(held)) == len(held) == pool.num_held
+    pool.check_integrity()
+
+
 def test_freed_neighbours_become_one_gap() -> None:
     pool = Pool(12)
     pages = pool.allocate(12)
