@@ -8,7 +8,8 @@ and evicts them one by one.
 together   all begin at once with prompts of 1,000 tokens, and generate 1,000
 turnover   prompts of 100 to 1,900 tokens; whoever has 2,000 leaves, its pages stay in the prompt cache, another comes
 pressure   the same in a pool for a third of it, so that sequences are parked and come back; the runway is kept clear,
-           as it is by default (with --no-preempt-async pools fill to the last page, which leaves more pieces)
+           as it is by default (with --no-preempt-async the pool fills to its last page: 136 copies at most, and 57
+           with pages of 16 tokens)
 
 Columns: means of runs and copies over the sequences, and the most copies that one of them takes. With pages of one
 token, a GPU moves what is in too many pieces with one kernel launch instead.
