@@ -40,7 +40,7 @@ def every_layer(qkv: torch.Tensor, kv: torch.Tensor, rows: list[torch.Tensor], n
         torch.ops.pyserve.attention(qkv, NUM_HEADS, kv, layer, HEAD_DIM**-0.5, 0.0, 0, *rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["f16", "f32"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["f16", "bf16", "f32"])
 def test_decode_at_4096(benchmark: Any, dtype: torch.dtype) -> None:
     qkv, kv, rows = inputs(4096, 1, dtype)
     benchmark.pedantic(every_layer, args=(qkv, kv, rows), warmup_rounds=2, rounds=30)
@@ -50,7 +50,7 @@ def test_decode_at_4096(benchmark: Any, dtype: torch.dtype) -> None:
     print(f"\n{num_bytes / 1e6:.0f} MB of KV a step, {rate:.1f} GB/s: {share}")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["f16", "f32"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["f16", "bf16", "f32"])
 def test_prompt_of_512(benchmark: Any, dtype: torch.dtype) -> None:
     qkv, kv, rows = inputs(512, 512, dtype)
     benchmark.pedantic(every_layer, args=(qkv, kv, rows, 5), warmup_rounds=1, rounds=10)

@@ -10,6 +10,10 @@
 // chain, and a segment of which it sees nothing is left out of the fold. So neither the tile, the page size, the company nor the number of threads changes a
 // bit of a row. It may change with the instruction set.
 //
+// The files: attention_deal.h (who does what), attention_simd.h and attention_product.h (vectors, products), attention_tile.h (the arithmetic in float32) or
+// attention_pairs.h (by pairs of bfloat16, where the processor has such products and K and V are bfloat16), attention_walk.h (blocks, segments, folds). With
+// pairs a chain has one link for two keys or dimensions, and it is the same chain in a prompt and in a decode step.
+//
 // A cell outside a tile's reach is never read: zeros stand for it. So what other sequences left in the pool, or nobody, cannot leak, NaN included.
 //
 // The tiles' segments are dealt to the members in order, by cost, every member computing the same deal for itself (attention_deal.h). Where a tile is cut
@@ -163,7 +167,9 @@ namespace generic {
 #define PYSERVE_SIMD 0
 #include "attention_simd.h"
 #include "attention_columns.h"
+#include "attention_product.h"
 #include "attention_tile.h"
+#include "attention_walk.h"
 #undef PYSERVE_SIMD
 }  // namespace generic
 
@@ -173,7 +179,9 @@ namespace avx2 {
 #define PYSERVE_SIMD 256
 #include "attention_simd.h"
 #include "attention_columns.h"
+#include "attention_product.h"
 #include "attention_tile.h"
+#include "attention_walk.h"
 #undef PYSERVE_SIMD
 }  // namespace avx2
 PYSERVE_TARGET_END
@@ -183,15 +191,30 @@ namespace avx512 {
 #define PYSERVE_SIMD 512
 #include "attention_simd.h"
 #include "attention_columns.h"
+#include "attention_product.h"
 #include "attention_tile.h"
+#include "attention_walk.h"
 #undef PYSERVE_SIMD
 }  // namespace avx512
+PYSERVE_TARGET_END
+
+PYSERVE_TARGET_BEGIN(PYSERVE_AVX512_BF16)
+namespace avx512_bf16 {
+#define PYSERVE_SIMD 512
+#include "attention_simd.h"
+#include "attention_columns.h"
+#include "attention_product.h"
+#include "attention_pairs.h"
+#include "attention_walk.h"
+#undef PYSERVE_SIMD
+}  // namespace avx512_bf16
 PYSERVE_TARGET_END
 #endif
 
 bool attend(const Run& run, Scratch& scratch, const Run* next) {
 #if PYSERVE_X86
-  if (isa() == Isa::avx512) return avx512::attend(run, scratch, next);
+  if (isa() >= Isa::avx512_bf16 && run.tile.type == DType::bf16 && run.tile.head_dim % 32 == 0) return avx512_bf16::attend(run, scratch, next);
+  if (isa() >= Isa::avx512) return avx512::attend(run, scratch, next);
   if (isa() == Isa::avx2) return avx2::attend(run, scratch, next);
 #endif
   return generic::attend(run, scratch, next);

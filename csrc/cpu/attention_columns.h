@@ -33,7 +33,7 @@ inline void as_floats(const Tile& tile, const uint8_t* const* cells, float* floa
 #if PYSERVE_SIMD == 512
 
 // 16 float cells' dimensions [i, i + 16) -> columns i.. of these 16 keys: transposed in registers, in pairs, fours, and the four quarters.
-inline void transpose_16(const uint8_t* const* cells, int64_t i, float* columns) {
+inline __attribute__((always_inline)) void transpose_16(const uint8_t* const* cells, int64_t i, float* columns) {
   __m512 in[16], pair[16];
   for (int k = 0; k < 16; ++k) in[k] = _mm512_loadu_ps(reinterpret_cast<const float*>(cells[k]) + i);
   for (int k = 0; k < 16; k += 2) {

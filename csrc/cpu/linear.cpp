@@ -16,7 +16,7 @@ namespace pyserve {
 
 const LinearKernels& linear_kernels() {
 #if PYSERVE_X86
-  if (isa() == Isa::avx512) return kAvx512Kernels;
+  if (isa() >= Isa::avx512) return kAvx512Kernels;
   if (isa() == Isa::avx2) return kAvx2Kernels;
 #endif
   return kGenericKernels;

@@ -44,6 +44,6 @@ __all__ = [
 
 
 def isa() -> str:
-    """The instruction set that the CPU kernels use: avx512, avx2 or generic (PYSERVE_CPU_ISA lowers it)."""
+    """The instruction set that the CPU kernels use: avx512_bf16, avx512, avx2 or generic. PYSERVE_CPU_ISA lowers it."""
     name: str = torch.ops.pyserve.isa()
     return name

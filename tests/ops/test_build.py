@@ -44,7 +44,7 @@ print(time.process_time() - started, torch.ops.pyserve.isa())
     assert result.stderr == ""
     seconds, isa = result.stdout.split()
     assert float(seconds) < 1.0
-    assert isa in ("generic", "avx2", "avx512")
+    assert isa in ("generic", "avx2", "avx512", "avx512_bf16")
 
 
 def test_no_compiler_is_said_in_one_line(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_old_builds_are_deleted(tmp_path: Path) -> None:
 
 def test_an_unknown_instruction_set_is_refused() -> None:
     result = python("import torch, pyserve.ops\nprint(torch.ops.pyserve.isa())", PYSERVE_CPU_ISA="sse9")
-    assert 'ValueError: PYSERVE_CPU_ISA must be generic, avx2 or avx512, not "sse9"' in result.stderr
+    assert 'ValueError: PYSERVE_CPU_ISA must be generic, avx2, avx512 or avx512_bf16, not "sse9"' in result.stderr
     assert python("import torch, pyserve.ops\nprint(torch.ops.pyserve.isa())", PYSERVE_CPU_ISA="generic").stdout == (
         "generic\n"
     )
@@ -173,7 +173,7 @@ def test_members_of_a_team_wait_for_each_other_and_carry_failures(tmp_path: Path
     assert (result.returncode, result.stdout) == (0, "good\n")
 
 
-@pytest.mark.parametrize("isa", ["avx2", "generic"])
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "generic"])
 def test_attention_on_lesser_machines(isa: str) -> None:
     """The other instruction sets' attention, in a process of its own since the choice is made once."""
     script = """
@@ -183,12 +183,13 @@ if torch.ops.pyserve.isa() == WANTED:
     for dtype in tests.FLOATS:
         tests.test_close_to_float64(9, 3, 64, dtype)
         tests.test_close_to_float64(4, 4, 24, dtype)
-    tests.test_window_and_softcap({"softcap": 30.0, "window": 33})
-    tests.test_same_bits_for_any_chunking(9, 3, 64, {"window": 50})
-    tests.test_same_bits_for_any_page_size(torch.float16, {})
-    tests.test_a_later_rows_bad_value_stays_its_own()
-    tests.test_segments_are_close_to_float64(torch.float16, {"window": 300})
-    tests.test_segments_have_the_same_bits_however_they_are_dealt(9, 3, 64, {})
+    for dtype in (torch.float16, torch.bfloat16):
+        tests.test_window_and_softcap(dtype, {"softcap": 30.0, "window": 33})
+        tests.test_same_bits_for_any_chunking(9, 3, 64, {"window": 50}, dtype)
+        tests.test_same_bits_for_any_page_size(dtype, {})
+        tests.test_segments_are_close_to_float64(dtype, {"window": 300})
+        tests.test_segments_have_the_same_bits_however_they_are_dealt(9, 3, 64, {}, dtype)
+    tests.test_a_later_rows_bad_value_stays_its_own(torch.float32)
 """.replace("WANTED", repr(isa))
     result = python(script, PYSERVE_CPU_ISA=isa)
     assert result.returncode == 0, result.stderr

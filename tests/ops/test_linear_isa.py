@@ -16,7 +16,8 @@ import torch
 import pyserve.ops  # noqa: F401  loads the kernels
 
 FILES = ("test_linear.py", "test_norm.py", "test_activation.py", "test_sample_kernel.py")
-LEVELS = ("generic", "avx2", "avx512")
+LEVELS = ("generic", "avx2")  # avx512_bf16 differs from avx512 in attention alone
+THIS = torch.ops.pyserve.isa()
 RUN = """
 import sys, pytest, torch, pyserve.ops
 assert torch.ops.pyserve.isa() == sys.argv[1]
@@ -24,7 +25,7 @@ sys.exit(pytest.main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize("isa", LEVELS[: LEVELS.index(torch.ops.pyserve.isa())])
+@pytest.mark.parametrize("isa", LEVELS[: LEVELS.index(THIS)] if THIS in LEVELS else LEVELS)
 def test_the_same_tests_pass(isa: str) -> None:
     folder = Path(__file__).parent
     arguments = [isa, "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *(str(folder / name) for name in FILES)]
