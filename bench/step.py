@@ -1,4 +1,5 @@
-"""A whole step of a model by itself, and what its time goes to: `python -m bench.step [--model FILE] [--threads 2]`.
+"""A whole step of a model by itself, and what its time goes to: `python -m bench.step [--model FILE] [--threads 2]
+[--kv-type auto]`.
 
 Decode steps of 1, 4, 8 and 16 rows, one row at 4096 tokens of context, prompts of 512 and 2048 tokens in chunks of 512.
 Each row is the best of several: the step's time, and in a run of its own the milliseconds that a thread spent in each
@@ -17,9 +18,11 @@ import torch
 
 from bench.limits import int8_gmac_s, memory_read_gb_s
 from pyserve.app import model_path
+from pyserve.kv_store import KV_TYPES, resolve_kv_type
 from pyserve.models.load import build_program
 from pyserve.models.source import open_model
 from pyserve.models.spec import ModelSpec
+from pyserve.ops import CpuDevice
 from pyserve.ops.kv import allocate_pool
 from pyserve.ops.program import Program, StepBatch
 from pyserve.settings import Settings
@@ -91,17 +94,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="GGUF file (default: the demo model)")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--kv-type", choices=("auto", *KV_TYPES), default="auto")
     chosen = parser.parse_args()
     source, spec = open_model(chosen.model or model_path(Settings()))
     sizes = {"max_tokens": CHUNK, "max_samples": 16, "max_positions": MAX_POSITIONS, "num_threads": chosen.threads}
     program = build_program(source, spec, **sizes)
     shape = (MAX_POSITIONS // PAGE_SIZE, spec.num_layers, spec.num_kv_heads, PAGE_SIZE, spec.head_dim)
-    kv = allocate_pool(*shape, torch.float16)
+    kv_type = resolve_kv_type(chosen.kv_type, spec.head_dim, CpuDevice())
+    kv = allocate_pool(*shape, KV_TYPES[kv_type])
     weight_bytes = sum(tensor.num_bytes for tensor in source.tensors.values() if len(tensor.shape) == 2)
     cell_bytes = kv[0].numel() * kv.element_size() // PAGE_SIZE
     layer_macs, head_macs = products(spec)
     gb_s, gmac_s = memory_read_gb_s(chosen.threads, 1 << 28), int8_gmac_s() * chosen.threads
-    print(f"{chosen.threads} threads; limits: {gb_s:.1f} GB/s read, {gmac_s:.0f} G int8 multiplications/s")
+    print(f"{chosen.threads} threads, KV in {kv_type}")
+    print(f"limits: {gb_s:.1f} GB/s read, {gmac_s:.0f} G int8 multiplications/s")
     for case in CASES:
         steps = batches(case)
         run_all(program, steps, kv)

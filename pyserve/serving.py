@@ -16,11 +16,11 @@ from pyserve.disk_tier import DiskTier
 from pyserve.engine import Engine
 from pyserve.errors import SettingsError
 from pyserve.handle import EngineHandle
-from pyserve.kv_store import KvStore, page_bytes
+from pyserve.kv_store import KvStore, page_bytes, resolve_kv_type
 from pyserve.ledger import Ledger
 from pyserve.models.load import Model, load
 from pyserve.models.spec import ModelSpec
-from pyserve.ops import PoolShape, open_device
+from pyserve.ops import Device, PoolShape, open_device
 from pyserve.park import Parking
 from pyserve.plan import Limits
 from pyserve.runner import Runner
@@ -63,7 +63,7 @@ async def start_engine(settings: Settings, model_path: Path, on_progress: Callab
             num_threads=num_threads,
             on_progress=on_progress,
             device=device,
-            on_spec=lambda spec: device.expect(_pool_shape(spec, settings)),
+            on_spec=lambda spec: device.expect(_pool_shape(spec, settings, device)),
         )
     except ValueError as error:
         reason = str(error).split("\n", 1)[0]  # torch adds a trace of its own calls
@@ -76,9 +76,9 @@ async def start_engine(settings: Settings, model_path: Path, on_progress: Callab
     return ServedModel(engine, model.tokenizer, _chat_template(model), model.spec, model_path)
 
 
-def _pool_shape(spec: ModelSpec, settings: Settings) -> PoolShape:
-    size = settings.page_size
-    num_bytes = page_bytes(spec.num_layers, spec.num_kv_heads, size, spec.head_dim, settings.kv_type)
+def _pool_shape(spec: ModelSpec, settings: Settings, device: Device) -> PoolShape:
+    size, kv_type = settings.page_size, resolve_kv_type(settings.kv_type, spec.head_dim, device)
+    num_bytes = page_bytes(spec.num_layers, spec.num_kv_heads, size, spec.head_dim, kv_type)
     return PoolShape(math.ceil(settings.ctx_size / size), size, num_bytes, settings.parallel)
 
 
@@ -92,7 +92,7 @@ def build_engine(model: Model, settings: Settings, num_threads: int) -> Engine:
         num_kv_heads=spec.num_kv_heads,
         page_size=page_size,
         head_dim=spec.head_dim,
-        kv_type=settings.kv_type,
+        kv_type=resolve_kv_type(settings.kv_type, spec.head_dim, model.device),
         device=model.device,
     )
     limits = Limits(
@@ -120,7 +120,7 @@ def build_engine(model: Model, settings: Settings, num_threads: int) -> Engine:
         page_bytes=kv.page_bytes,
         is_async=settings.preempt_async,
         is_pinned=is_pinned,
-        kv_type=settings.kv_type,
+        kv_type=kv.kv_type,
         num_threads=num_threads,
         isa=ops.isa(),
         max_queue=settings.max_queue,

@@ -16,7 +16,7 @@ from typing import NoReturn
 from pyserve.errors import SettingsError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-KV_TYPES = ("f16", "bf16", "f32")
+KV_TYPES = ("auto", "f16", "bf16", "f32")
 VERIFY = ("off", "sample", "all")
 ON_OFF = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
 # Read by other parts of pyserve or by the build, so not a mistake of the user's when they are set.
@@ -40,7 +40,7 @@ class Settings:
     threads: int | None = None
     batch_size: int = 512
     page_size: int = 16
-    kv_type: str = "f16"
+    kv_type: str = "auto"
     preempt_ram_mib: int = 8192
     preempt_disk: str | None = None
     preempt_disk_limit_mib: int = 65536
@@ -163,7 +163,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("page_size", ("--page-size",), "PYSERVE_PAGE_SIZE", "TOKENS", _integer(1, 1024),
            "token positions in one page of the pool"),
     Option("kv_type", ("--kv-type",), "PYSERVE_KV_TYPE", "|".join(KV_TYPES), _one_of(KV_TYPES),
-           "number type of K and V in the pool"),
+           "number type of K and V in the pool; auto is bf16 on a CPU that multiplies it, else f16"),
     Option("preempt_ram_mib", ("--preempt-ram",), "PYSERVE_PREEMPT_RAM", "MiB", _integer(0),
            "most host memory that parked sequences may hold; 0 switches parking off"),
     Option("preempt_disk", ("--preempt-disk",), "PYSERVE_PREEMPT_DISK", "DIR", _text,

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
+from pyserve.kv_store import KV_TYPES, resolve_kv_type
 from pyserve.models.load import build_program
 from pyserve.models.source import open_model
+from pyserve.ops import CpuDevice
 from pyserve.ops.kv import allocate_pool
 from pyserve.ops.program import Program, StepBatch
 
@@ -19,7 +21,7 @@ MAX_TOKENS = 64
 class Running:
     """One model with a pool for one sequence, whose pages are not in order."""
 
-    def __init__(self, path: Path, max_positions: int = 256, num_threads: int = 2) -> None:
+    def __init__(self, path: Path, max_positions: int = 256, num_threads: int = 2, kv_type: str = "f32") -> None:
         source, self.spec = open_model(path)
         self.program: Program = build_program(
             source,
@@ -29,9 +31,10 @@ class Running:
             max_positions=max_positions,
             num_threads=num_threads,
         )
+        dtype = KV_TYPES[resolve_kv_type(kv_type, self.spec.head_dim, CpuDevice())]
         num_pages = -(-max_positions // PAGE_SIZE)
         spec = self.spec
-        self.kv = allocate_pool(num_pages, spec.num_layers, spec.num_kv_heads, PAGE_SIZE, spec.head_dim, torch.float32)
+        self.kv = allocate_pool(num_pages, spec.num_layers, spec.num_kv_heads, PAGE_SIZE, spec.head_dim, dtype)
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(0))
         self.page_table = order.to(torch.int32)[None]  # [1, pages]
         self.position = 0
