@@ -2,6 +2,7 @@
 //
 // A step is some 300 kernel calls of 5-50 us, so starting threads, or waking them per call, would cost more than the work. `run` wakes the team once; inside,
 // members `wait` for what others do. Both spin for some 20 us, the time that the others usually take, then sleep: an idle or outnumbered team costs no CPU.
+// Meanwhile they offer their processor to whoever else wants it.
 //
 // The caller is member 0. The first exception of any member stops the run: the others leave at their next wait, and `run` throws it again in the caller.
 // One run at a time; a team of one has no threads. The destructor joins; it must not be called during a run.

@@ -5,6 +5,9 @@ named before anything runs.
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -179,6 +182,24 @@ def test_an_idle_team_sleeps() -> None:
     before = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - before < 0.1
+
+
+def test_a_team_that_has_one_processor_beside_a_busy_thread_gives_the_same_bits() -> None:
+    model = SmallModel()
+    chunks = [20, 1, 1]
+    wanted = run_in_chunks(model, model.program(num_threads=1), chunks, 16)
+    processors = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(processors)})
+    try:
+        busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        try:
+            result = run_in_chunks(model, model.program(num_threads=3), chunks, 16)
+        finally:
+            busy.kill()
+            busy.wait()
+    finally:
+        os.sched_setaffinity(0, processors)
+    assert torch.equal(result, wanted)
 
 
 def test_a_dropped_program_ends_its_threads() -> None:
