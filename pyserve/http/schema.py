@@ -6,6 +6,7 @@ endpoint. `decode` words every complaint so that it names the field.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Annotated, Any, TypeVar
 
@@ -15,6 +16,8 @@ from starlette.requests import Request
 from pyserve.errors import InvalidRequest, PyserveError
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
+TOO_LARGE = f"The body is larger than {MAX_BODY_BYTES // 2**20} MiB"
+BODY_SILENCE_S = 60.0
 MAX_INT = 2**31 - 1
 
 TokenLimit = Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT)]
@@ -26,6 +29,11 @@ LogitBias = dict[str, float | bool] | list[list[float | bool | str]]
 
 class BodyTooLarge(PyserveError):
     status = 413
+    type = "invalid_request_error"
+
+
+class BodyTooSlow(PyserveError):
+    status = 408  # clients send the request again
     type = "invalid_request_error"
 
 
@@ -123,19 +131,26 @@ Body = TypeVar("Body")
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises BodyTooLarge before more than the limit is held."""
+    """The whole body. Raises BodyTooLarge before more than the limit is held, and BodyTooSlow when no more comes.
+
+    hypercorn gives a client that has vanished in the middle of its request all the time in the world.
+    """
     declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+        raise BodyTooLarge(TOO_LARGE)
+    loop = asyncio.get_running_loop()
     chunks: list[bytes] = []
-    size = int(declared) if declared.isdecimal() else 0
-    if size <= MAX_BODY_BYTES:
-        size = 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > MAX_BODY_BYTES:
-                break
-            chunks.append(chunk)
-    if size > MAX_BODY_BYTES:
-        raise BodyTooLarge(f"The body is larger than {MAX_BODY_BYTES // 2**20} MiB")
+    size = 0
+    try:
+        async with asyncio.timeout(BODY_SILENCE_S) as limit:
+            async for chunk in request.stream():
+                limit.reschedule(loop.time() + BODY_SILENCE_S)
+                size += len(chunk)
+                if size > MAX_BODY_BYTES:
+                    raise BodyTooLarge(TOO_LARGE)
+                chunks.append(chunk)
+    except TimeoutError:
+        raise BodyTooSlow(f"Nothing of the body came for {BODY_SILENCE_S:g} s") from None
     return b"".join(chunks)
 
 

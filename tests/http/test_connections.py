@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from pyserve.__main__ import Server
+from pyserve.http import schema
 from pyserve.settings import Settings
 from tests.http.asking import CHAT, USER
 from tests.http.fake_engine import FakeEngine, FakeServed, starter
@@ -138,6 +139,25 @@ def test_a_stop_lets_a_running_answer_finish_beside_an_idle_connection() -> None
             assert await server.stop() < 2.0
             status, body = await asking.answer()
             assert status == 200 and json.loads(body)["choices"][0]["finish_reason"] == "stop"
+
+    asyncio.run(run())
+
+
+def test_a_body_that_does_not_go_on_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "BODY_SILENCE_S", 0.2)
+
+    async def run() -> None:
+        async with serving() as server:
+            slow, stalled = await server.connect(), await server.connect()
+            stalled.writer.write(post({"messages": USER})[:-5])
+            request = post({"messages": USER})
+            slow.writer.write(request[:-10])
+            for byte in request[-10:]:
+                await asyncio.sleep(0.05)
+                slow.writer.write(bytes([byte]))
+            assert (await slow.answer())[0] == 200
+            status, body = await stalled.answer()
+            assert status == 408 and json.loads(body)["error"]["code"] == 408 and await stalled.is_closed()
 
     asyncio.run(run())
 
