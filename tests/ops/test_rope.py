@@ -107,6 +107,19 @@ def test_values_are_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
     assert torch.equal(pool[page_table[0, 0], 1, 1, 0, 2].view(torch.int16), special.to(dtype).view(torch.int16))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_any_bits_are_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
+    """Random patterns of 32 bits, so small numbers, ties, infinities and NaN too; a NaN stays one."""
+    bits = torch.randint(-(2**31), 2**31, (256 * 16,), generator=torch.Generator().manual_seed(11)).to(torch.int32)
+    values = torch.cat([bits.view(torch.float32), (bits & -(2**15)).view(torch.float32)]).view(-1, 16)
+    pool, page_table = new_pool(4, 1, 16, dtype)
+    for value in values:
+        write(torch.cat([torch.zeros(32), value])[None], pool, page_table, 1, 8, positions=[2], sequences=[0])
+        cell, wanted = pool[page_table[0, 0], 1, 1, 0, 2], value.to(dtype)
+        assert torch.equal(cell.isnan(), wanted.isnan())
+        assert torch.equal(cell.nan_to_num(1).view(torch.int16), wanted.nan_to_num(1).view(torch.int16))
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_same_bits_for_any_page_size_threads_and_company(dtype: torch.dtype) -> None:
     qkv = random_qkv(8 * 32)
