@@ -87,6 +87,14 @@ class Copy:
             self.error = f"not done after {now_s - self.started_s:.0f} s"
         return Ending.FAILED if self.is_queued else Ending.OVERDUE
 
+    def report(self, ending: Ending, now_s: float) -> Landed:
+        """What the engine is told of it."""
+        num_bytes = self.num_bytes if ending is Ending.DONE else 0
+        copy_ms = (now_s - self.started_s) * 1e3
+        return Landed(
+            self.sequence, self.is_restore, ending, num_bytes, copy_ms, self.id, self.tier, self.error, self.copy_s
+        )
+
     def wait(self, timeout_s: float) -> None:
         """Block until something has happened. For a worker thread."""
         for event in self.events:

@@ -347,14 +347,14 @@ class Parking:
             self._parked[copy.sequence.id] = copy.parked
         if self.disk is not None and copy.tier is Tier.DISK and ending is not Ending.DONE and not copy.is_discarded:
             self.disk.failed(now_s)
-        return self._report(copy, ending, now_s)
+        return copy.report(ending, now_s)
 
     def _late(self, now_s: float) -> list[Landed]:
         late = [copy for copy in self._overdue.values() if copy.is_over()]
         for copy in late:
             del self._overdue[copy.id]
             self.tiers.release(copy.parked)
-        return [self._report(copy, Ending.LATE, now_s) for copy in late]
+        return [copy.report(Ending.LATE, now_s) for copy in late]
 
     def _moved(self, now_s: float) -> list[Landed]:
         moved = []
@@ -367,7 +367,7 @@ class Parking:
                 parked = self._parked[move.sequence.id]
                 self.tiers.empty(parked)
                 parked.file = move.parked.file
-                moved.append(self._report(move, Ending.DONE, now_s))
+                moved.append(move.report(Ending.DONE, now_s))
             else:
                 self.tiers.release(move.parked)
                 assert self.disk is not None
@@ -378,13 +378,6 @@ class Parking:
     def _call_off_move(self, sequence: Sequence) -> None:
         if move := self._moves.pop(sequence.id, None):
             self.tiers.release(move.parked)
-
-    def _report(self, copy: Copy, ending: Ending, now_s: float) -> Landed:
-        copy_ms = (now_s - copy.started_s) * 1e3
-        num_bytes = copy.num_bytes if ending is Ending.DONE else 0
-        return Landed(
-            copy.sequence, copy.is_restore, ending, num_bytes, copy_ms, copy.id, copy.tier, copy.error, copy.copy_s
-        )
 
     def _resident(self, copy: Copy) -> None:
         """The sequence is back: what it has in memory is kept for the next park."""
