@@ -106,19 +106,18 @@ def test_a_copy_that_does_not_end_is_given_up_and_its_pages_are_not_used(
     tiny_model: Model, texts: list[list[int]], caplog: pytest.LogCaptureFixture, to_host: bool
 ) -> None:
     """The copy begins long after its deadline: if its pages had been given away, it would read or write theirs."""
-    hung: set[int] = set()
+    timers: list[threading.Timer] = []
 
     def fault(number: int, is_park: bool) -> str | None:
-        if is_park is to_host and not hung:
-            hung.add(number)
+        if is_park is to_host and not timers:
+            timers.append(threading.Timer(0.6, lambda: streams[0].release()))
+            timers[0].start()
             return "hang"
         return None
 
     prepare, streams = broken(fault, deadline_s=0.03)
-    timer = threading.Timer(0.6, lambda: streams[0].release())
-    timer.start()
     result = pressed(tiny_model, prepare)
-    timer.join()
+    timers[0].join()
     assert [o.tokens for o in result.outcomes] == texts
     assert sum("not done after" in line for line in failures(caplog)) == 1
     assert_clean(result)
