@@ -212,13 +212,11 @@ class _Draft:
     def _num_brought(self, sequence: Sequence) -> int:
         """How many leading pages it has in common with one that comes back in this plan (R11)."""
         limit, size = self._view.match_limit(sequence), self._view.limits.page_size
-        return max(
-            (
-                num_common_pages(other.tokens, sequence.tokens, size, min(limit, other.num_computed // size))
-                for other in self._bringing
-            ),
-            default=0,
-        )
+        found = 0
+        for other in self._bringing:  # most of them have the same pages in common with it: a look at the next one tells
+            num_pages = min(limit, other.num_computed // size)
+            found = num_common_pages(other.tokens, sequence.tokens, size, num_pages, beyond=found)
+        return found
 
     def _enter(self, sequence: Sequence) -> int:
         """Counts its pages as taken. Returns how many of them others provide."""

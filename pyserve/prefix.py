@@ -223,13 +223,21 @@ class PrefixCache:
         assert sum(self._pool.is_cached) == len(self._nodes), "the pool has cached pages that the cache does not know"
 
 
-def num_common_pages(first: Sequence[int], second: Sequence[int], page_size: int, max_pages: int) -> int:
-    """How many pages of `page_size` tokens both begin with, at most `max_pages`."""
-    if first[:page_size] != second[:page_size]:
-        return 0
-    low, high = min(1, max_pages), max_pages
+def num_common_pages(
+    first: Sequence[int], second: Sequence[int], page_size: int, max_pages: int, beyond: int = 0
+) -> int:
+    """How many pages of `page_size` tokens both begin with, at most `max_pages`; `beyond` if they are no more than
+    that, which takes a look at one page.
+    """
+
+    def is_same(start: int, stop: int) -> bool:
+        part = slice(start * page_size, stop * page_size)
+        return first[part] == second[part]
+
+    low, high = beyond + 1, max_pages
+    if low > high or not is_same(beyond, low) or not is_same(0, beyond):
+        return beyond
     while low < high:
         middle = (low + high + 1) // 2
-        part = slice(low * page_size, middle * page_size)
-        low, high = (middle, high) if first[part] == second[part] else (low, middle - 1)
+        low, high = (middle, high) if is_same(low, middle) else (low, middle - 1)
     return low

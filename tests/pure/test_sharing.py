@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,17 @@ def finish(driver: Driver) -> None:
     """Everybody ends and has said what it would have said alone."""
     driver.run(driver.patience())
     driver.check_all_ended()
+
+
+class Looked(list[int]):
+    """Tokens that count how many of all such were looked at."""
+
+    num_tokens = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        Looked.num_tokens += len(found) if isinstance(place, slice) else 1
+        return found
 
 
 PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -201,3 +213,23 @@ def test_a_prefix_that_is_overdue_is_not_waited_for_and_its_pages_stay_out_of_us
     ledger.overdue_landed(7)
     assert ledger.transfer_pages == 0
     finish(driver)
+
+
+def test_the_plan_for_a_group_looks_at_each_prompt_a_few_times_however_many_there_are() -> None:
+    """What two have in common is compared once, and not for each pair: 64 chats with a long prompt held up the loop."""
+    num_members, prefix_len = 40, 400
+    driver = Driver(Limits(4000, 4, num_members, batch_tokens=1 << 20, runway_steps=2, preempt_every=FOREVER))
+    group = driver.submit(
+        [[number % 5 for number in range(prefix_len)] + [0, number] for number in range(num_members)], 40
+    )
+    driver.iterate()
+    driver.iterate()
+    driver.park_all()
+    driver.land_all()
+    driver.crowd_out()
+    for each in group:
+        each.tokens = Looked(each.tokens)
+    Looked.num_tokens = 0
+    plan = driver.ledger.plan(driver.now_ms, FOREVER)
+    assert [each.cached_pages for each in plan.restores] == [0] + [prefix_len // 4] * (num_members - 1)
+    assert Looked.num_tokens < 12 * num_members * prefix_len
