@@ -31,6 +31,7 @@ class Steps:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._begun: deque[Begun] = deque()  # the plain ones that are not done, oldest first
+        self._other: asyncio.Future[StepResult] | None = None  # the latest that is not plain
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="pyserve-compute")
 
     def open(self) -> None:
@@ -47,7 +48,8 @@ class Steps:
         """Begin a step and return at once. What goes wrong is in the future too."""
         loop = asyncio.get_running_loop()
         if not step.is_plain:
-            return Begun(step, loop.run_in_executor(self._compute, self._runner.run, step), time.monotonic())
+            self._other = loop.run_in_executor(self._compute, self._runner.run, step)
+            return Begun(step, self._other, time.monotonic())
         begun = Begun(step, loop.create_future(), time.monotonic())
         try:
             self._runner.start(step)
@@ -68,7 +70,10 @@ class Steps:
 
     async def abandon(self) -> None:
         """Waits for every step that was started; nobody wants what they give."""
-        await asyncio.gather(*(begun.done for begun in self._begun), return_exceptions=True)
+        futures = [begun.done for begun in self._begun]
+        if self._other is not None:
+            futures.append(self._other)
+        await asyncio.gather(*futures, return_exceptions=True)
 
     def _collect(self) -> None:
         """The descriptor that says so is readable."""

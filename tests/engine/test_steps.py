@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -67,3 +69,28 @@ def test_a_step_that_nobody_waits_for_any_more_does_not_keep_the_one_behind_it(f
     first, second = asyncio.run(scenario())
     assert first.done.cancelled() and second.done.done()
     assert (second.done.exception() is None) == (2 not in failing)
+
+
+def test_a_step_with_log_probabilities_is_waited_for_too() -> None:
+    """Whoever abandons it then frees the pages that it writes to."""
+    is_let_through = threading.Event()
+
+    class SlowRunner(HeldRunner):
+        def run(self, step: Step) -> StepResult:
+            is_let_through.wait(10)
+            return StepResult({})
+
+    async def scenario() -> tuple[bool, bool]:
+        steps = Steps(cast(Runner, SlowRunner()))
+        steps.open()
+        begun = steps.start(replace(plain_step(), scored=[cast(Any, None)]))
+        abandoning = asyncio.create_task(steps.abandon())
+        await asyncio.sleep(0.05)
+        was_left = abandoning.done()
+        is_let_through.set()
+        await abandoning
+        is_done = begun.done.done()
+        await steps.close()
+        return was_left, is_done
+
+    assert asyncio.run(scenario()) == (False, True)
