@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MAX_LOGPROBS = 100
 MAX_BIAS = 1e4
-MAX_BIAS_CHARS = 1024
+MAX_BIAS_CHARS = 16_384
 MAX_STOPS = 256
 MAX_STOP_CHARS = 16_384
 TOKEN_ID = re.compile(r"\s*-?[0-9]+\s*")  # a key of logit_bias that is no text
@@ -104,7 +104,13 @@ def _logit_bias(body: GenerationBody, tokenizer: Tokenizer) -> Iterator[tuple[in
         raise InvalidRequest(f"Field 'logit_bias': expected at most {tokenizer.vocab_size} entries", param="logit_bias")
     entries = bias.items() if isinstance(bias, dict) else map(_pair, bias or ())
     biases: dict[int, float] = {}
+    num_chars = 0
     for key, value in entries:
+        if isinstance(key, str) and TOKEN_ID.fullmatch(key) is None:
+            num_chars += len(key)
+            if num_chars > MAX_BIAS_CHARS:  # thousands of texts would take the interpreter for half a minute
+                message = f"Field 'logit_bias': expected texts of at most {MAX_BIAS_CHARS} characters together"
+                raise InvalidRequest(message, param="logit_bias")
         for token in _bias_tokens(key, tokenizer):
             biases[token] = biases.get(token, 0.0) + _bias_value(value)
     yield from biases.items()
@@ -117,9 +123,6 @@ def _pair(entry: list[float | bool | str]) -> tuple[float | bool | str, float | 
 
 
 def _bias_tokens(key: float | bool | str, tokenizer: Tokenizer) -> list[int]:
-    if isinstance(key, str) and len(key) > MAX_BIAS_CHARS:
-        message = f"Field 'logit_bias': expected texts of at most {MAX_BIAS_CHARS} characters"
-        raise InvalidRequest(message, param="logit_bias")
     if isinstance(key, str) and TOKEN_ID.fullmatch(key) is None:
         return tokenizer.encode(key)
     number = float(key)
