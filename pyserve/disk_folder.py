@@ -61,7 +61,7 @@ def make_folder(directory: Path) -> tuple[Path, IO[str]]:
             continue
         remove_folder(left)
     folder = directory / f"{_FOLDER}{os.getpid()}-{secrets.token_hex(4)}"
-    folder.mkdir()
+    folder.mkdir(mode=0o700)  # what chats say can be read from their keys and values
     return folder, _locked(folder)
 
 

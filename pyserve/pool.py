@@ -16,8 +16,8 @@ and a heap of gaps by size, whose outdated entries are dropped when they surface
 to its last one while that is free; otherwise, and for a new sequence, pages come from the middle of the largest gap,
 so that the sequence before the gap keeps room to grow and sequences growing side by side leave few runs (R16).
 
-Small pages are handed out in aligned blocks of `block_len`, best a power of two. What a sequence has not filled of its last
-block is as free as any page, and counted so, but others take it only when no whole block is free; then halves of
+Small pages are handed out in aligned blocks of `block_len`, best a power of two. What a sequence has not filled of its
+last block is as free as any page, and counted so, but others take it only when no whole block is free; then halves of
 blocks come first, then quarters. A gap's largest aligned blocks are what makes it large.
 
 Not handled here: which page to evict (prefix.py), whom to park (planner.py), the bytes (kv_store.py).

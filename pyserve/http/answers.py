@@ -5,9 +5,10 @@ however it ends: done, failed, or the client gone. A task of its own watches for
 would notice one while the engine is silent, or while an answer that is not streamed is still being made.
 
 Stream. Nothing is sent before the first event: a failure there is still an HTTP status. Any other event opens the
-stream, `Preempted` too (R29). Each batch of events is written at once, one frame per token, in the order of the events,
-so that notices stand where they happened and the data is the same with and without parks (R31). After the first byte a
-failure is an error event and the end; a stream never ends silently.
+stream, `Preempted` too (R29), and so does the first ping to one that waits for a slot. Each batch of events is written
+at once, one frame per token, in the order of the events, so that notices stand where they happened and the data is the
+same with and without parks (R31). After the first byte a failure is an error event and the end; a stream never ends
+silently.
 """
 
 from __future__ import annotations
@@ -159,12 +160,12 @@ class EventStream(GenerationResponse):
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
-        events = await self.generation.next_events(None)
+        notices = sse.Notices(self.job.comments, self.job.ping_interval_s, loop.time())
+        events = await self.generation.next_events(notices.deadline)
         failure = next((event.error for event in events if isinstance(event, Failed)), None)
         if failure is not None:
             await error_response(as_pyserve_error(failure))(scope, receive, send)
             return
-        notices = sse.Notices(self.job.comments, self.job.ping_interval_s, loop.time())
         await send({"type": "http.response.start", "status": 200, "headers": sse.RAW_HEADERS})
         send = scope.get(SERVER_SEND, send)
         frames: list[bytes] = []

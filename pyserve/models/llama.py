@@ -24,7 +24,9 @@ GATE_UP = ("ffn_gate", "ffn_up")
 
 
 def build(spec: ModelSpec, weights: Weights, program: Program, max_positions: int) -> None:
-    """Fill `program` with the model's step. The rope tables get `max_positions` rows."""
+    """Fill `program` with the model's step. The rope tables get `max_positions` rows, at most the
+    model's context.
+    """
     _Builder(spec, weights, program, max_positions).build()
 
 
@@ -33,7 +35,7 @@ class _Builder:
         self.spec = spec
         self.weights = weights
         self.program = program
-        cos, sin = tables(spec.rope, weights.rope_factors(), max_positions)
+        cos, sin = tables(spec.rope, weights.rope_factors(), min(max_positions, spec.context_len))
         self.rope = RopeTable(cos, sin, spec.rope.is_interleaved)
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.x = program.buffer(spec.hidden_size)

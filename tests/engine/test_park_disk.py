@@ -52,6 +52,7 @@ def test_pages_come_back_from_disk_as_they_went(tmp_path: Path, piece_pages: int
     landed = park(parking, sequence, pages, Tier.DISK)
     assert (landed.ending, landed.num_bytes, landed.tier) == (Ending.DONE, 8 * kv.page_bytes, Tier.DISK)
     (file,) = parking.disk.folder.glob("*.pages")
+    assert parking.disk.folder.stat().st_mode & 0o077 == 0, "others on the machine can read what is parked"
     assert file.stat().st_size == 8 * kv.page_bytes
     assert parking.parked_bytes(sequence) == parking.disk_bytes == 8 * kv.page_bytes
     assert parking.held_bytes == 0

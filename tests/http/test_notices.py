@@ -154,6 +154,15 @@ def test_keepalives_of_a_silent_stream_and_pings_of_an_idle_one() -> None:
     assert b":\n" not in call.body.replace(b'":\n', b"")
 
 
+def test_a_stream_that_waits_for_a_slot_is_pinged() -> None:
+    def queued(index: int, request: SequenceRequest) -> list[Step]:
+        return [0.5, Started(index, 0), Token(index, HELLO), Finished(index, FinishReason.STOP, stats(request, 1))]
+
+    call = asyncio.run(raw_call(loaded_app(FakeServed(FakeEngine(script=queued))), chat_body(sse_ping_interval=0.2)))
+    assert [data for _, data in call.sent[:2]] == [b":\n", b":\n"]
+    assert call.body.endswith(b"data: [DONE]\n\n")
+
+
 class TestNotices:
     """The clockwork by itself."""
 
