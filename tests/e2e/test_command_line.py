@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -43,6 +44,12 @@ def test_a_bad_model_file_ends_in_one_line_that_names_it(tmp_path: Path, kind: s
     assert ended.returncode == 1
     assert len(lines) == 1, lines
     assert path.name in lines[0]
+
+
+def test_a_pool_that_no_machine_has_ends_in_one_line_that_names_the_flag() -> None:
+    ended = run_to_end("--port", str(free_port()), "--ctx-size", "2000000000")
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert re.search(r"--ctx-size 2000000000 needs \d+ MiB for its KV pool and \d+ MiB are free", ended.stderr)
 
 
 @pytest.mark.parametrize("directory", ["/proc/parked", "{file}", "{file}/below"])
