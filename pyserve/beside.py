@@ -8,8 +8,8 @@ So a copy would cost its sequence, beside the steps that it really takes, one th
 park and for the restore each. Therefore a copy that is posted before a step has until the end of that step to land
 (`have_landed`), and nothing is looked ahead before it has. Whoever is parked and finds room at once comes back while
 the same step runs, and misses no other; on CUDA, where a copy waits on the device for the step posted before it, one
-step later. A copy that takes longer costs the others this one wait of the program for the
-loop; while it goes on, steps are looked ahead as ever.
+step later. A copy that takes longer costs the others this one wait of the program for the loop; while it goes on, steps
+are looked ahead as ever.
 """
 
 from __future__ import annotations
