@@ -100,3 +100,13 @@ def check_nothing_is_held(parking: Parking) -> None:
     assert (parking.held_bytes, parking.disk_bytes) == (0, 0)
     held = (parking._copies, parking._moves, parking._parked, parking._kept, parking._overdue, parking._queue)
     assert not any(held) and not parking.tiers.blocks
+
+
+def finish(parking: Parking) -> None:
+    """The first four sequences end: nothing is left of what was parked."""
+    check_host_memory(parking)
+    parking.discard([sequence_of(1, id=number) for number in range(4)])
+    while not parking.rest():
+        parking.landed()
+    check_nothing_is_held(parking)
+    parking.close()

@@ -27,6 +27,7 @@ from tests.engine.parked import (
     check_host_memory,
     check_nothing_is_held,
     content,
+    finish,
     flip,
     one,
     restore,
@@ -68,15 +69,6 @@ def have_memory(parking: Parking) -> None:
     parking.prepare(16)
     while parking.arena.is_growing:
         parking.landed()
-
-
-def finish(parking: Parking) -> None:
-    check_host_memory(parking)
-    parking.discard([sequence_of(1, id=number) for number in range(4)])
-    while not parking.rest():
-        parking.landed()
-    check_nothing_is_held(parking)
-    parking.close()
 
 
 @TIERS

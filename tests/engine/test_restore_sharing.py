@@ -23,9 +23,8 @@ from pyserve.sequence import Sequence, Tier
 from pyserve.types import SamplingParams, SequenceRequest
 from tests.engine.faults import FailedEvent, FaultyStream, GatedStream
 from tests.engine.parked import (
-    check_host_memory,
-    check_nothing_is_held,
     content,
+    finish,
     flip,
     park,
     sequence_of,
@@ -58,15 +57,6 @@ def landed(parking: Parking, count: int) -> list[Landed]:
         parking.wait_any(1.0)
         endings += parking.landed()
     return endings
-
-
-def finish(parking: Parking) -> None:
-    check_host_memory(parking)
-    parking.discard([sequence_of(1, id=number) for number in range(4)])
-    while not parking.rest():
-        parking.landed()
-    check_nothing_is_held(parking)
-    parking.close()
 
 
 def test_the_second_copies_its_own_and_lands_after_the_first() -> None:
