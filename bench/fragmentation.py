@@ -7,9 +7,10 @@ and evicts them one by one.
 
 together   all begin at once with prompts of 1,000 tokens, and generate 1,000
 turnover   prompts of 100 to 1,900 tokens; whoever has 2,000 leaves, its pages stay in the prompt cache, another comes
-pressure   the same in a pool for a third of it, so that sequences are parked and come back; the runway is kept clear,
-           as it is by default (with --no-preempt-async the pool fills to its last page: 136 copies at most, and 57
-           with pages of 16 tokens)
+pressure   the same in a pool for a third of it, so that sequences are parked and come back
+at once    pressure with --no-preempt-async, where parks land at once and no runway is needed: pages of 16 tokens fill the
+           pool to its last page; smaller ones keep the runway all the same, since without it sequences take each other's
+           last blocks apart (136 copies instead of 75)
 
 Columns: means of runs and copies over the sequences, and the most copies that one of them takes. With pages of one
 token, a GPU moves what is in too many pieces with one kernel launch instead.
@@ -33,7 +34,7 @@ from pyserve.sequence import Sequence
 from pyserve.types import SamplingParams, SequenceRequest
 
 LENGTH = 2000  # tokens of a sequence when it is looked at
-MIXES = ("together", "turnover", "pressure")
+MIXES = ("together", "turnover", "pressure", "at once")
 NUM_SEQUENCES = (2, 3, 4, 6, 8, 12, 16)
 PAGE_SIZES = (1, 16)
 LARGE = 1 << 30
@@ -76,8 +77,8 @@ def measure(mix: str, num_sequences: int, page_size: int, pool: type[Pool] | Non
     """One mix on one pool; pyserve's own where none is named."""
     source = random.Random(seed)
     demand = num_sequences * (LENGTH + 32)
-    num_pages = (demand if mix != "pressure" else max(demand // 3, LENGTH + 32)) // page_size + num_sequences
-    limits = Limits(num_pages, page_size, num_sequences)
+    num_cells = demand if mix in ("together", "turnover") else max(demand // 3, LENGTH + 32)
+    limits = Limits(num_cells // page_size + num_sequences, page_size, num_sequences, is_async=mix != "at once")
     ledger = Ledger(limits) if pool is None else _plain_ledger(pool, limits)
     num_wanted = num_sequences * (1 if mix == "together" else 4)
     prompt_lens = [1000 if mix == "together" else source.randrange(100, 1900) for _ in range(num_wanted)]

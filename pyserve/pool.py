@@ -121,9 +121,10 @@ class Pool:
 
     def evict(self, pages: list[int]) -> None:
         """The prompt cache forgets these pages, which nobody else holds."""
+        is_cached, holders, readers = self.is_cached, self.holders, self.readers
         for page in pages:
-            assert self.is_cached[page] and not self.holders[page] and not self.readers[page], f"page {page} is in use"
-            self.is_cached[page] = False
+            assert is_cached[page] and not holders[page] and not readers[page], f"page {page} is in use"
+            is_cached[page] = False
         self.num_cached -= len(pages)
         for start, length in _runs(pages):
             self._free(start, length)

@@ -171,27 +171,30 @@ class PrefixCache:
     def evict(self, count: int = 1) -> list[int]:
         """Frees the `count` least recently used pages that nobody holds. There must be so many. Returns the pages."""
         nodes, leaves, root = self._nodes, self._leaves, self.root
+        holders, readers = self._pool.holders, self._pool.readers
         pages: list[int] = []
         entry = heappop(leaves)
         while True:
             last_use, page = entry
             node = nodes.get(page)
-            parent = None
-            if node is not None and node.last_use == last_use and not node.children and self._is_unheld(page):
-                parent = node.parent
-                assert parent is not None
-                del parent.children[node.key], nodes[page]
-                pages.append(page)
-            is_leaf = parent is not None and parent is not root and not parent.children
-            if parent is not None and is_leaf and self._is_unheld(parent.page):
-                if len(pages) == count:
+            if node is None or node.last_use != last_use or node.children or holders[page] or readers[page]:
+                entry = heappop(leaves)  # it has changed since it was offered
+                continue
+            parent = node.parent
+            assert parent is not None
+            del parent.children[node.key], nodes[page]
+            pages.append(page)
+            is_last = len(pages) == count
+            page = parent.page
+            if parent is not root and not parent.children and not holders[page] and not readers[page]:
+                if is_last:
                     self._offer(parent)
-                    break
-                entry = heappushpop(leaves, (parent.last_use, parent.page))
-            elif len(pages) == count:
-                break
-            else:
+                else:
+                    entry = heappushpop(leaves, (parent.last_use, page))
+            elif not is_last:
                 entry = heappop(leaves)
+            if is_last:
+                break
         self._pool.evict(pages)
         return pages
 

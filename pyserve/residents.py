@@ -14,6 +14,7 @@ from pyserve.sequence import Sequence, State
 from pyserve.view import View
 
 EVICTED_AHEAD = 128  # tokens of room that are made for each running sequence when any is needed
+EVICTED_AT_ONCE = 768  # pages at most for that room: with small pages half a millisecond
 
 
 class Residents:
@@ -128,7 +129,8 @@ class Residents:
         """
         view = self._view
         pool, limits = view.pool, view.limits
-        ahead = min(len(view.running) * self.evicted_ahead // limits.page_size, limits.num_pages // 16)
+        ahead = len(view.running) * self.evicted_ahead // limits.page_size
+        ahead = min(ahead, limits.num_pages // 16, EVICTED_AT_ONCE)
         wanted = max(0, num_pages - pool.num_free)
         self.num_evicted += len(view.cache.evict(max(wanted, min(max(1, wanted + ahead), pool.num_cached))))
 

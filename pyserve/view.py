@@ -81,7 +81,7 @@ class View:
     overdue: dict[int, list[int]] = field(default_factory=dict)  # pages of copies that nobody waits for, by copy id
     oversized: dict[int, Sequence] = field(default_factory=dict)  # more tokens than the whole pool holds
     free_slots: list[int] = field(default_factory=list)
-    pressure_runway: int = field(init=False)  # cells kept clear per sequence: none where a park lands at once
+    pressure_runway: int = field(init=False)  # cells kept clear per sequence
     rotation_head: Sequence | None = None  # parked, and room was made for it
     debt: int = 0  # the sum of the running sequences' debts
     entry_debt: int = 0  # and of their entry debts
@@ -90,7 +90,9 @@ class View:
 
     def __post_init__(self) -> None:
         limits = self.limits
-        is_ahead = limits.is_async and limits.is_planner_on and limits.is_parking_on
+        # Where a park lands at once nothing has to be clear ahead of it, but for the rest of everybody's last block: if
+        # that were given to others, down to the last cell, each would lie in pieces of a few cells (R16).
+        is_ahead = (limits.is_async or self.pool.block_len > 1) and limits.is_planner_on and limits.is_parking_on
         self.pressure_runway = limits.runway_steps if is_ahead else 0
         # `runway_steps` decode steps pass before anyone is parked.
         self.entry_runway = self.pressure_runway + limits.runway_steps
