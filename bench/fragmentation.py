@@ -8,9 +8,9 @@ and evicts them one by one.
 together   all begin at once with prompts of 1,000 tokens, and generate 1,000
 turnover   prompts of 100 to 1,900 tokens; whoever has 2,000 leaves, its pages stay in the prompt cache, another comes
 pressure   the same in a pool for a third of it, so that sequences are parked and come back
-at once    pressure with --no-preempt-async, where parks land at once and no runway is needed: pages of 16 tokens fill the
-           pool to its last page; smaller ones keep the runway all the same, since without it sequences take each other's
-           last blocks apart (136 copies instead of 75)
+at once    pressure with --no-preempt-async, where parks land at once and no runway is needed: the pool of 16-token
+           pages fills to its last one; smaller pages keep the runway all the same, since without it sequences take each
+           other's last blocks apart (136 copies at most instead of 75)
 
 Columns: means of runs and copies over the sequences, and the most copies that one of them takes. With pages of one
 token, a GPU moves what is in too many pieces with one kernel launch instead.

@@ -22,7 +22,7 @@ def test_a_park_of_2000_tokens_is_at_most_80_copies(mix: str, num_sequences: int
     assert max(pieces.copies) <= 80
 
 
-@pytest.mark.parametrize(("mix", "num_sequences"), [("turnover", 3), ("pressure", 3), ("pressure", 12), ("at once", 12)])
+@pytest.mark.parametrize(("mix", "num_sequences"), [("turnover", 3), ("pressure", 12), ("at once", 12)])
 def test_pages_of_one_token_leave_hardly_more_copies(mix: str, num_sequences: int) -> None:
     """They are handed out in blocks; one by one they made 176 copies, with three sequences. Parks that land at once
     need no runway, but without one the blocks were taken apart: 110 copies, with twelve.
