@@ -6,6 +6,7 @@ A restore may share pages that another restore is filling (R11): it ends after t
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -95,14 +96,19 @@ class Copy:
             self.sequence, self.is_restore, ending, num_bytes, copy_ms, self.id, self.tier, self.error, self.copy_s
         )
 
-    def wait(self, timeout_s: float) -> None:
-        """Block until something has happened. For a worker thread."""
-        for event in self.events:
-            try:
-                if not event.wait(timeout_s):
-                    return
-            except RuntimeError:  # `ending` says what it means
-                continue
+    def wait(self, timeout_s: float) -> bool:
+        """Block until it has ended, with those that it is behind, or the time is over; whether it has. For a worker
+        thread.
+        """
+        until_s = time.monotonic() + timeout_s
+        for copy in (self, *self.behind):
+            for event in copy.events if copy.result is None else ():
+                try:
+                    if not event.wait(max(0.0, until_s - time.monotonic())):
+                        return False
+                except RuntimeError:  # `ending` says what it means
+                    continue
+        return not any(copy.is_queued for copy in (self, *self.behind))
 
     def _has_ended(self, event: Event) -> bool:
         try:

@@ -191,9 +191,10 @@ class HostArena:
             self._growing.remove(growth)
             self.held_bytes -= growth.num_pages * self.page_bytes
 
-    def wait(self, timeout_s: float) -> None:
-        """Block until a slab has become ready. For a worker thread."""
-        wait([growth.future for growth in self._growing[:1]], timeout_s)
+    def wait(self, timeout_s: float) -> bool:
+        """Block until a slab has become ready, or the time is over. False: it was over. For a worker thread."""
+        first = self._growing[:1]
+        return len(wait([growth.future for growth in first], timeout_s).done) == len(first)
 
     def close(self) -> None:
         """Give everything back; nothing may be in flight."""

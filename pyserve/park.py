@@ -113,6 +113,11 @@ class Parking:
         return sequence.id in self._copies
 
     @property
+    def copies(self) -> tuple[Copy, ...]:
+        """Those in flight, oldest first, then those overdue. In any thread: the loop goes on meanwhile."""
+        return (*tuple(self._copies.values()), *tuple(self._overdue.values()))
+
+    @property
     def has_overdue(self) -> bool:
         return bool(self._overdue)
 
@@ -249,20 +254,9 @@ class Parking:
         self.arena.trim(time.monotonic(), at_once=True)
         return not self.arena.is_growing
 
-    def wait_any(self, timeout_s: float) -> None:
-        """Block until something has happened, or the time is over. For a worker thread, never for the event loop."""
-        copies, overdue = tuple(self._copies.values()), tuple(self._overdue.values())  # the loop goes on meanwhile
-        posted = [copy for copy in (*copies, *overdue) if not copy.is_queued]
-        now_s = time.monotonic()
-        timeout_s = min((timeout_s, *(max(0.0, copy.deadline_s - now_s) for copy in copies)))
-        if posted:
-            posted[0].wait(timeout_s)
-        elif self.arena.is_growing:
-            self.arena.wait(timeout_s)
-
     def close(self) -> None:
         """Wait for every copy, at most `deadline_s`, then stop the tiers. No memory of a copy at work is given back."""
-        for copy in (*self._copies.values(), *self._overdue.values()):
+        for copy in self.copies:
             for place in (copy.parked, *(share.block for share in copy.parked.shares)):
                 if place.file is not None:
                     place.file.is_dropped = True

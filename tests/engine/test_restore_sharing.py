@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from pyserve.copy_watch import wait_any
 from pyserve.engine import Engine
 from pyserve.kv_store import KvStore
 from pyserve.models.load import Model
@@ -54,7 +55,7 @@ def restore_both(parking: Parking, first: Sequence, second: Sequence) -> None:
 def landed(parking: Parking, count: int) -> list[Landed]:
     endings: list[Landed] = []
     while len(endings) < count:
-        parking.wait_any(1.0)
+        wait_any(parking, 1.0)
         endings += parking.landed()
     return endings
 
