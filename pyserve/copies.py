@@ -1,6 +1,7 @@
 """One sequence's copy in flight: the events that it consists of, and how it ends.
 
-A restore may share pages that another restore is filling (R11): it ends after that one, and fails with it.
+A restore may share pages that another restore is filling (R11): it ends after that one. If that one fails, it is
+called off: its own parked state is as it was, and can be brought in whole, unless what failed is a place that both use.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pyserve.ops import CopyFailed, PageMismatch
-from pyserve.parked import Event, Parked
+from pyserve.parked import Event, Parked, Place
 from pyserve.sequence import Sequence, Tier
 
 log = logging.getLogger("pyserve.park")
@@ -31,6 +32,7 @@ class Ending(Enum):
     OVERDUE = "overdue"  # its time is over and it may still be reading or writing its pages
     LATE = "late"  # a copy that was overdue has ended: nothing touches its pages any more
     MOVED = "moved"  # parked state went from memory to disk
+    CALLED_OFF = "called off"  # what it was to share did not come, and its own state is as it was
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +51,8 @@ class Copy:
     chain: Items[Hashable] = ()  # and the keys of the leading ones that others may have, too
     num_common: int = 0  # how many of them others hold now
     events: list[Event] = field(default_factory=list)
-    behind: Items[Copy] = ()  # whose pages it shares: it ends after they have, and fails if one of them does
+    sources: list[Place] = field(default_factory=list)  # of a restore: where each of these copies from
+    behind: Items[Copy] = ()  # whose pages it shares: it ends after they have, and well only if all of them do
     result: Ending | None = None  # how it ended, once that is reported
     is_queued: bool = False  # nothing is posted yet
     is_discarded: bool = False  # the sequence has ended
@@ -76,17 +79,32 @@ class Copy:
     def ending(self, now_s: float) -> Ending | None:
         """None: it goes on. Never waits."""
         if self.is_over() and all(other.result is not None for other in self.behind):
-            for other in self.behind:
-                if other.result is not Ending.DONE and not self.error:
-                    self.error = f"that of sequence {other.sequence.id}, whose pages it shares: {other.error}"
             if self.is_mismatch:
                 return Ending.MISMATCH
-            return Ending.FAILED if self.error else Ending.DONE
+            if self.error:
+                return Ending.FAILED
+            return self._ending_behind()
         if now_s < self.deadline_s:
             return None
         if not self.error:
             self.error = f"not done after {now_s - self.started_s:.0f} s"
         return Ending.FAILED if self.is_queued else Ending.OVERDUE
+
+    def _ending_behind(self) -> Ending:
+        """How it ends if nothing is wrong with its own copy."""
+        failed = [other for other in self.behind if other.result is not Ending.DONE]
+        if not failed:
+            return Ending.DONE
+        other = failed[0]
+        self.error = f"that of sequence {other.sequence.id}, whose pages it shares: {other.error}"
+        places = [self.parked, *(share.block for share in self.parked.shares)]
+        is_suspect = any(each.result is Ending.OVERDUE or each.found_bad(places) for each in failed)
+        return Ending.FAILED if is_suspect else Ending.CALLED_OFF
+
+    def found_bad(self, places: Items[Place]) -> bool:
+        """Whether what it copied from one of these did not come, or not as it went. For one that has ended."""
+        used = [event for event, source in zip(self.events, self.sources, strict=False) if source in places]
+        return any(map(_has_failed, used))
 
     def report(self, ending: Ending, now_s: float) -> Landed:
         """What the engine is told of it."""
@@ -101,14 +119,15 @@ class Copy:
         thread.
         """
         until_s = time.monotonic() + timeout_s
-        for copy in (self, *self.behind):
-            for event in copy.events if copy.result is None else ():
+        copies = (self, *(other for other in self.behind if other.result is None))
+        for copy in copies:
+            for event in copy.events:
                 try:
                     if not event.wait(max(0.0, until_s - time.monotonic())):
                         return False
                 except RuntimeError:  # `ending` says what it means
                     continue
-        return not any(copy.is_queued for copy in (self, *self.behind))
+        return not any(copy.is_queued for copy in copies)
 
     def _has_ended(self, event: Event) -> bool:
         try:
@@ -122,6 +141,13 @@ class Copy:
                 log.error("cannot tell whether the copy of sequence %d is done: %s", self.sequence.id, error)
             self.is_query_failure_told = True
             return False
+
+
+def _has_failed(event: Event) -> bool:
+    try:
+        return not event.query()
+    except RuntimeError:
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ marked as being filled; only restores that copy, too, take such pages, and they 
 them. If that one only ends meanwhile its copy goes on, and its pages stay with those who share them.
 
 If its copy fails or is overdue, its pages are forgotten, and whoever shares some of them is forsaken: it lets go of all
-that it shares at once, keeps the pages that its own copy is writing until that is over, and is then parked again, to be
-computed again. Nobody ever runs on a page that was not filled.
+that it shares at once, keeps the pages that its own copy is writing until that is over, and is then parked again: where
+it was, if its own state is good, to come back without the other; else to be computed again. Each time that happens the
+one that failed is computed again, so it comes to an end. Nobody ever runs on a page that was not filled.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Incoming:
         self._view = view
         self._residents = residents
         self._num_filling = num_filling
+        self._num_computed: dict[int, int] = {}  # of those forsaken: the tokens in their parked state, by sequence id
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.id in self._num_filling
@@ -41,6 +43,10 @@ class Incoming:
         self._view.cache.filled(self._split(sequence)[1])
         del self._num_filling[sequence.id]
 
+    def num_parked(self, sequence: Sequence) -> int:
+        """The tokens in the parked state of one that is forsaken."""
+        return self._num_computed.pop(sequence.id, 0)
+
     def not_filled(self, sequence: Sequence) -> int:
         """Its copy has failed, or one whose pages it shares. Returns how many pages it goes on sharing."""
         shared, _ = self._split(sequence)
@@ -54,6 +60,7 @@ class Incoming:
         self._forget(sequence)
         self._let_go_of_shared(sequence)
         self._view.pool.start_reading(sequence.pages)
+        self._num_computed.pop(sequence.id, None)
         del self._num_filling[sequence.id]
 
     @staticmethod
@@ -83,4 +90,5 @@ class Incoming:
             if self._split(other)[0][len(shared) : len(shared) + 1] == own[:1]:
                 self._let_go_of_shared(other)
                 if other.state is State.RESTORING:
+                    self._num_computed[other.id] = other.num_computed
                     other.recompute()

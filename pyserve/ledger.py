@@ -161,17 +161,20 @@ class Ledger(Census):
         if self._end_restore(sequence):
             self._residents.start(sequence)
 
-    def restore_failed(self, sequence: Sequence) -> None:
+    def restore_failed(self, sequence: Sequence, kept_in: Tier | None = None) -> None:
         """The copy back failed, or one that fills pages which it shares. The sequence runs as a prompt, from the pages
-        that it shares on; without those it is parked again.
+        that it shares on; without those it is parked again: in the tier `kept_in` if its parked state is there still.
         """
-        num_shared = self._incoming.not_filled(sequence)
+        num_shared, num_parked = self._incoming.not_filled(sequence), self._incoming.num_parked(sequence)
         if not self._end_restore(sequence):
             return
         if self._incoming.is_forsaken(sequence):
             self._residents.release(sequence)
             self._park_again(sequence, sequence.resident_since_ms)
+            if kept_in is not None:
+                sequence.tier, sequence.num_computed, sequence.parked_cells = kept_in, num_parked, num_parked
             return
+        assert kept_in is None, f"{sequence} shares nothing that was not filled"
         sequence.progress = sequence.furthest
         sequence.num_computed = num_shared * self.limits.page_size
         self._residents.start(sequence)

@@ -328,18 +328,19 @@ class Parking:
         copy.result = ending
         if copy in self._queue:
             self._queue.remove(copy)
-        if ending is not Ending.DONE:
+        if ending not in (Ending.DONE, Ending.CALLED_OFF):
             for share in copy.parked.shares:
                 self.tiers.blocks.forget(share.block)  # it may be what went wrong
         if ending is Ending.OVERDUE:
             self._overdue[copy.id] = copy
-        elif ending is not Ending.DONE or copy.is_discarded:
+        elif copy.is_discarded or ending not in (Ending.DONE, Ending.CALLED_OFF):
             self.tiers.release(copy.parked)
-        elif copy.is_restore:
+        elif copy.is_restore and ending is Ending.DONE:
             self._resident(copy)
         else:
             self._parked[copy.sequence.id] = copy.parked
-        if self.disk is not None and copy.tier is Tier.DISK and ending is not Ending.DONE and not copy.is_discarded:
+        is_well = copy.is_discarded or ending in (Ending.DONE, Ending.CALLED_OFF)
+        if self.disk is not None and copy.tier is Tier.DISK and not is_well:
             self.disk.failed(now_s)
         return copy.report(ending, now_s)
 

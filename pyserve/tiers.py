@@ -107,11 +107,13 @@ class Tiers:
         """The pages of `place` from number `start` on, into those of `pages`."""
         if start >= len(pages):
             return
+        num_before = len(copy.events)
         if place.file is not None:
             assert self.disk is not None
             copy.events.append(self.disk.read(place.file, pages[start:], start))
         elif place.host is not None:
             self._post(copy.events, place.host, pages, start, to_host=False)
+        copy.sources += [place] * (len(copy.events) - num_before)
 
     def _post(self, events: list[Event], host: Host, pages: Items[int], start: int, *, to_host: bool) -> None:
         """Of `pages`, in the order of the host's, those from `start` on: one copy for each stretch of host memory. What

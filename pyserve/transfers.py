@@ -109,6 +109,10 @@ class Transfers:
             counters.moved_bytes += landed.num_bytes
             self._ledger.moved_to_disk(sequence)
             return
+        if landed.ending is Ending.CALLED_OFF:
+            log.info("sequence %d stays parked for now: the copy failed (%s)", sequence.id, landed.error)
+            self._ledger.restore_failed(sequence, kept_in=landed.tier)
+            return
         self._count(landed)
         if landed.ending is not Ending.DONE and task is not None:
             log.error(

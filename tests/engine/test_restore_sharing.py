@@ -97,7 +97,7 @@ def test_one_with_nothing_of_its_own_waits_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("fault", ["fail", "refuse", "flip"])
-def test_when_the_first_fails_the_second_fails_with_it(fault: str) -> None:
+def test_when_the_first_fails_the_second_is_called_off_and_comes_back_alone(fault: str) -> None:
     num_restored = 0
 
     def first_restore(number: int, to_host: bool) -> str | None:
@@ -105,20 +105,43 @@ def test_when_the_first_fails_the_second_fails_with_it(fault: str) -> None:
         num_restored += not to_host
         return fault if not to_host and num_restored == 1 else None
 
-    _, parking, first, second = both_parked(FaultyStream(first_restore))
+    kv, parking, first, second = both_parked(FaultyStream(first_restore))
+    wanted = content(kv, MORE_PAGES)
     restore_both(parking, first, second)
     endings = landed(parking, 2)
     assert [each.sequence for each in endings] == [first, second]
     assert endings[0].ending is (Ending.MISMATCH if fault == "flip" else Ending.FAILED)
-    assert endings[1].ending is Ending.FAILED and "that of sequence 1" in endings[1].error
+    assert endings[1].ending is Ending.CALLED_OFF and "that of sequence 1" in endings[1].error
+    assert parking.parked_bytes(second) == len(MORE_PAGES) * kv.page_bytes
+    assert parking.restore(second, MORE_BACK, cached_pages=0)
+    assert [each.ending for each in landed(parking, 1)] == [Ending.DONE]
+    assert torch.equal(content(kv, MORE_BACK), wanted)
     finish(parking)
 
 
-def test_a_state_that_is_not_there_fails_those_who_wait_for_it() -> None:
+@pytest.mark.parametrize(("page", "ending"), [(1, Ending.FAILED), (3, Ending.CALLED_OFF)])
+def test_the_second_fails_only_if_the_fault_is_in_what_both_have_parked_together(page: int, ending: Ending) -> None:
+    kv = small_store()
+    parking = Parking(kv, budget_bytes=MIB, verify="all")
+    first, second = sequence_of(14, id=1), sequence_of(18, id=2)
+    for sequence, pages in ((first, PAGES), (second, MORE_PAGES)):
+        parking.park(sequence, pages, chain=("a", "b", "c"), num_common=3)
+        assert [each.ending for each in landed(parking, 1)] == [Ending.DONE]
+    state = parking._parked[first.id]
+    place, number = (state.shares[0].block, page) if page < 3 else (state, page - 3)
+    assert place.host is not None
+    ((extent, _),) = place.host.stretches(number, number + 1)
+    extent.slab.data[extent.first * kv.page_bytes + 17] ^= 4
+    restore_both(parking, first, second)
+    assert [each.ending for each in landed(parking, 2)] == [Ending.MISMATCH, ending]
+    finish(parking)
+
+
+def test_a_state_that_is_not_there_calls_off_those_who_wait_for_it() -> None:
     _, parking, first, second = both_parked(CopyStream())
     parking.discard([first])
     restore_both(parking, first, second)
-    assert [each.ending for each in landed(parking, 2)] == [Ending.FAILED, Ending.FAILED]
+    assert [each.ending for each in landed(parking, 2)] == [Ending.FAILED, Ending.CALLED_OFF]
     finish(parking)
 
 

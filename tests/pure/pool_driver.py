@@ -58,6 +58,7 @@ class Driver:
     restores_in_flight: dict[int, Incoming] = field(default_factory=dict)
     num_adopted: int = 0  # restores that shared pages which another was filling
     num_forsaken: int = 0  # those of them whose pages were not filled
+    are_forsaken_kept: bool = True  # their own parked state is good
     marks: dict[int, list[int]] = field(default_factory=dict)  # sequence id -> fingerprint of each position
     finished: list[Sequence] = field(default_factory=list)
     failed: list[tuple[Sequence, str]] = field(default_factory=list)
@@ -136,7 +137,10 @@ class Driver:
         if is_failed or restore.is_forsaken:
             for other in self.restores_in_flight.values():
                 other.is_forsaken |= id in other.behind
-            self.ledger.restore_failed(sequence)
+            is_kept = self.are_forsaken_kept and not is_failed and sequence.state is State.RESTORING
+            self.ledger.restore_failed(sequence, Tier.RAM if is_kept else None)
+            if is_kept:
+                self.host[id] = content
             self.num_forsaken += restore.is_forsaken
         else:
             self.ledger.restore_landed(sequence)
