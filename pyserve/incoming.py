@@ -89,6 +89,5 @@ class Incoming:
                 continue
             if self._split(other)[0][len(shared) : len(shared) + 1] == own[:1]:
                 self._let_go_of_shared(other)
-                if other.state is State.RESTORING:
-                    self._num_computed[other.id] = other.num_computed
-                    other.recompute()
+                self._num_computed[other.id] = other.num_computed
+                other.recompute()

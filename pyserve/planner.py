@@ -20,6 +20,9 @@ the pool to itself (R8). Admission waits while a parked sequence does; in a queu
 go first until the head has waited for the rotation delay. The parked head that waits longer than that gets room made
 for it (R7); a sequence is not rotated out before it ran for that delay.
 
+Whoever is to be computed again waits while one that runs computes what both begin with, and takes it from the prompt
+cache then (R11). That one runs, so it comes to an end; should it leave the pool before, the next of them computes it.
+
 Something always moves: the leader is never parked for pressure, its row comes first when pages are scarce, and once all
 others are parked and landed every page but its own is available to it.
 
@@ -37,6 +40,7 @@ from pyserve.prefix import num_common_pages
 from pyserve.sequence import Sequence, Tier
 from pyserve.view import Room, View
 
+WORTH_SHARING = 64  # tokens; fewer are computed in the step that waiting for them would cost
 NUM_SHARERS = 4  # of the waiting that are passed, looked at with what they share; those behind must fit without
 
 
@@ -126,7 +130,13 @@ class _Draft:
             queue.remove(head)
             queue.insert(0, head)
         reserve = self._entry_reserve()
+        view = self._view
+        prompts = [each for id, each in view.running.items() if id not in view.decoding and id not in self._gone]
+        computing = [(each, each.num_computed) for each in prompts if each.cache_node is not None]
         for sequence in queue:
+            if sequence is not head and self._is_being_computed(sequence, computing):
+                self.is_restore_due = True
+                continue
             cost = self._cost(sequence, self._vacated)
             if cost <= self._available - reserve:
                 self._bring_back(sequence)
@@ -135,6 +145,24 @@ class _Draft:
             if sequence is queue[0] and self._is_overdue(sequence) and self._make_room(sequence, reserve):
                 self._rotation_head = sequence
                 return
+
+    def _is_being_computed(self, sequence: Sequence, computing: list[tuple[Sequence, int]]) -> bool:
+        """It would compute what one of `computing`, or one that comes back before it, computes now.
+
+        Told from the beginning and the stretch that is next: enough to know, and cheap. Where two differ in between it
+        costs one of them some waiting.
+        """
+        if self._is_copied(sequence):
+            return False
+        view, tokens = self._view, sequence.tokens
+        limit = view.match_limit(sequence) * view.limits.page_size
+        for other, start in [*computing, *self._entered]:
+            end = start + WORTH_SHARING
+            if end > min(limit, len(other.tokens)) or tokens[start:end] != other.tokens[start:end]:
+                continue
+            if tokens[:WORTH_SHARING] == other.tokens[:WORTH_SHARING]:
+                return True
+        return False
 
     def _bring_back(self, sequence: Sequence) -> None:
         num_cached = self._enter(sequence)

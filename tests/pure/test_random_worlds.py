@@ -7,9 +7,11 @@ the driver, and that everybody ends, once, and never by pressure.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
+from pyserve import planner
 from pyserve.plan import Limits
 from tests.pure.pool_driver import VOCABULARY, Driver
 
@@ -28,6 +30,18 @@ def random_driver(dice: random.Random) -> Driver:
         preempt_every=dice.choice([0, 0, 1, 3, 8]),
     )
     return Driver(limits, host_pages=dice.choice([0, 3, 12, 1 << 20]))
+
+
+def roomy_limits(dice: random.Random) -> Limits:
+    return Limits(
+        num_pages=dice.randint(20, 80),
+        page_size=dice.choice([1, 2, 4]),
+        num_slots=dice.randint(3, 8),
+        batch_tokens=dice.choice([8, 512]),
+        runway_steps=dice.choice([8, 2]),
+        rotation_delay_ms=dice.choice([30.0, 2000.0]),
+        is_async=dice.random() < 0.8,
+    )
 
 
 def submit_some(driver: Driver, dice: random.Random, base: list[int]) -> None:
@@ -98,18 +112,32 @@ def test_groups_share_what_comes_back_before_it_is_there() -> None:
     num_adopted = num_forsaken = 0
     for seed in range(100):
         dice = random.Random(seed)
-        limits = Limits(
-            num_pages=dice.randint(20, 80),
-            page_size=dice.choice([1, 2, 4]),
-            num_slots=dice.randint(3, 8),
-            runway_steps=dice.choice([8, 2]),
-            rotation_delay_ms=dice.choice([30.0, 2000.0]),
-            is_async=dice.random() < 0.8,
-        )
-        driver = Driver(limits, host_pages=dice.choice([30, 1 << 20, 1 << 20]))
+        driver = Driver(roomy_limits(dice), host_pages=dice.choice([30, 1 << 20, 1 << 20]))
         walk_in_groups(driver, dice)
         driver.run(driver.patience())
         driver.check_all_ended()
         num_adopted += driver.num_adopted
         num_forsaken += driver.num_forsaken
     assert num_adopted > 300 and num_forsaken > 50
+
+
+def test_groups_wait_for_what_one_of_them_computes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts here are short, so what is worth waiting for is, too."""
+    num_waits = 0
+    is_being_computed = planner._Draft._is_being_computed
+
+    def counted(*args: Any) -> bool:
+        nonlocal num_waits
+        found = is_being_computed(*args)
+        num_waits += found
+        return found
+
+    monkeypatch.setattr(planner._Draft, "_is_being_computed", counted)
+    for seed in range(60):
+        dice = random.Random(seed)
+        monkeypatch.setattr(planner, "WORTH_SHARING", dice.choice([1, 4, 12]))
+        driver = random_driver(dice) if seed % 2 else Driver(roomy_limits(dice), host_pages=dice.choice([0, 10]))
+        walk_in_groups(driver, dice)
+        driver.run(driver.patience())
+        driver.check_all_ended()
+    assert num_waits > 200

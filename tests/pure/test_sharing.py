@@ -145,8 +145,14 @@ def test_a_newcomer_does_not_take_pages_that_are_being_filled() -> None:
 
 @PAGE_SIZES
 @pytest.mark.parametrize("order", ["first", "own copies first"])
-def test_when_the_copy_of_the_prefix_fails_the_others_are_computed_again(page_size: int, order: str) -> None:
+@pytest.mark.parametrize("is_kept", [True, False], ids=["good", "bad"])
+def test_when_the_copy_of_the_prefix_fails_the_others_come_back_alone_or_are_computed_again(
+    page_size: int, order: str, is_kept: bool
+) -> None:
+    """By their own parked state, if that is good."""
     driver, group = parked_group(page_size)
+    driver.are_forsaken_kept = is_kept
+    num_parked = [each.num_computed for each in group[1:]]
     driver.crowd_out()
     come_back(driver)
     first, others = group[0], group[1:]
@@ -159,8 +165,13 @@ def test_when_the_copy_of_the_prefix_fails_the_others_are_computed_again(page_si
     for each in others if order == "first" else reversed(others):
         assert each.state is State.RESTORING, "its own copy may still write to its pages"
         driver.land(each.id)
-        assert (each.state, each.tier, each.pages) == (State.PREEMPTED, Tier.RECOMPUTE, [])
+        assert (each.state, each.pages) == (State.PREEMPTED, [])
+        assert each.tier is (Tier.RAM if is_kept else Tier.RECOMPUTE)
         driver.ledger.check_integrity()
+    assert [each.num_computed for each in others] == (num_parked if is_kept else [0] * len(others))
+    come_back(driver)
+    driver.land_all()
+    assert all(each.num_computed >= PREFIX_LEN for each in others) == is_kept, "nothing of it is computed twice"
     finish(driver)
 
 
@@ -197,6 +208,7 @@ def test_a_prefix_that_is_overdue_is_not_waited_for_and_its_pages_stay_out_of_us
     driver.crowd_out()
     come_back(driver)
     ledger, first = driver.ledger, group[0]
+    driver.are_forsaken_kept = False
     pages = list(first.pages)
     del driver.restores_in_flight[first.id], driver.host[first.id]
     ledger.copy_overdue(first, 7, driver.now_ms)
@@ -233,3 +245,51 @@ def test_the_plan_for_a_group_looks_at_each_prompt_a_few_times_however_many_ther
     plan = driver.ledger.plan(driver.now_ms, FOREVER)
     assert [each.cached_pages for each in plan.restores] == [0] + [prefix_len // 4] * (num_members - 1)
     assert Looked.num_tokens < 12 * num_members * prefix_len
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("is_pressed", [False, True], ids=["room", "little room"])
+def test_what_several_begin_with_is_computed_again_once(page_size: int, is_pressed: bool) -> None:
+    """No tier keeps anything: the first computes it, the others take it from the prompt cache."""
+    prefix_len = 320
+    limits = Limits(
+        (720 if is_pressed else 2400) // page_size, page_size, 4, batch_tokens=96, runway_steps=2, preempt_every=FOREVER
+    )
+    driver = Driver(limits, host_pages=0)
+    prefix = [number % 5 for number in range(prefix_len)]
+    group = driver.submit([[*prefix, 0]], 40)
+    while not group[0].is_generating:
+        driver.iterate()
+    group += driver.submit([[*prefix, number] for number in range(1, 4)], 40)
+    for _ in range(6):
+        driver.iterate()
+    assert all(each.is_generating for each in group)
+    driver.park_all()
+    driver.crowd_out()
+    assert [each.tier for each in group] == [Tier.RECOMPUTE] * 4
+    num_own = sum(len(each.tokens) - prefix_len for each in group)
+    num_computed = num_steps = 0
+    while not all(each.state is State.RUNNING and each.num_pending == 1 for each in group):
+        num_computed += sum(row.length for row in driver.iterate().rows if row.length > 1)
+        num_steps += 1
+    assert num_computed <= prefix_len + num_own + 4 * 64
+    assert num_steps <= -(-num_computed // 96) + 2, "nobody waited for nothing"
+    finish(driver)
+
+
+def test_one_that_computes_again_for_the_others_may_leave() -> None:
+    limits = Limits(600, 4, 3, batch_tokens=64, runway_steps=2, preempt_every=FOREVER)
+    driver = Driver(limits, host_pages=0)
+    prefix = [number % 5 for number in range(320)]
+    group = driver.submit([[*prefix, number] for number in range(3)], 40)
+    while not all(each.is_generating for each in group):
+        driver.iterate()
+    driver.park_all()
+    driver.crowd_out()
+    driver.iterate()
+    first, second, third = group
+    assert [each.state for each in group] == [State.RUNNING, State.PREEMPTED, State.PREEMPTED]
+    driver.cancel(first)
+    driver.iterate()
+    assert [each.state for each in (second, third)] == [State.RUNNING, State.PREEMPTED]
+    finish(driver)
