@@ -7,6 +7,7 @@
 //     static Pool pool(const Tensor& kv);
 //     void post(const Batch& batch, const Pool& pool, const Picking& picking, const std::vector<LogitChange>& changes, bool follows, Started& step);
 #pragma once
+#include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <torch/library.h>
@@ -27,14 +28,24 @@ struct Started {  // a step
   bool is_done = false;                // posted, on a device
 };
 
-// The tokens of a step behind another: what that one picked, or, where the host does not know it, its places as -1 - i.
-inline Tensor tokens_after(const Started& before, const Tensor& sources) {
+// The tokens of a step behind another: what that one picked, or, where the host does not know it, its places as -1 - i. Where the source is -1 the one that is
+// `known`.
+inline Tensor tokens_after(const Started& before, const Tensor& sources, const Tensor& known) {
   check(before.is_done, "the step before it failed");
-  Tensor tokens = at::empty({sources.size(0)}, at::kInt);
-  const int32_t* from = sources.const_data_ptr<int32_t>();
+  Tensor tokens = known.clone();
+  const int32_t *from = sources.const_data_ptr<int32_t>(), *picked = before.in_pinned != nullptr ? nullptr : before.picked.const_data_ptr<int32_t>();
   for (int64_t i = 0; i < sources.size(0); ++i)
-    tokens.data_ptr<int32_t>()[i] = before.in_pinned != nullptr ? -1 - from[i] : before.picked.const_data_ptr<int32_t>()[from[i]];
+    if (from[i] >= 0) tokens.data_ptr<int32_t>()[i] = picked == nullptr ? -1 - from[i] : picked[from[i]];
   return tokens;
+}
+
+inline void check_sources(const Tensor& sources, const Tensor& tokens, int64_t num_picked) {
+  const int32_t *from = ints(sources, "sources", 1), *known = ints(tokens, "tokens", 1);
+  check(sources.size(0) == tokens.size(0), "sources must be as many as tokens: ", tokens.size(0), ", not ", sources.size(0));
+  for (int64_t i = 0; i < sources.size(0); ++i) {
+    check(from[i] >= -1 && from[i] < num_picked, "sources[", i, "] is ", from[i], ": must be in -1..", num_picked - 1);
+    check(from[i] >= 0 || known[i] >= 0, "tokens[", i, "] is ", known[i], ": must not be negative");
+  }
 }
 
 struct ProgramState : torch::CustomClassHolder {
@@ -120,11 +131,11 @@ struct ProgramClass {
     const std::shared_ptr<Started> before = self->latest;
     if (sources.has_value()) {
       check(before != nullptr, "sources: no step was started before");
-      check_range(ints(*sources, "sources", 1), sources->size(0), before->picked.size(0), "sources");
+      check_sources(*sources, tokens, before->picked.size(0));
     }
     auto step = std::make_shared<Started>(Started{at::empty({sample_rows.size(0)}, at::kInt)});
     self->steps.start([=, state = self.get()] {  // which waits for its steps before it goes
-      const Tensor ids = sources.has_value() ? tokens_after(*before, *sources) : tokens;
+      const Tensor ids = sources.has_value() ? tokens_after(*before, *sources, tokens) : tokens;
       const bool follows = sources.has_value() && before->in_pinned != nullptr;
       const Batch batch = batch_of(ids, positions, sequences, page_table, sample_rows);
       state->post(batch, State::pool(kv), picking, changes_of(picking, batch, sources.has_value()), follows, *step);

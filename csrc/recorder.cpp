@@ -160,7 +160,10 @@ void Recorder::check_step(const Batch& batch, const Pool& pool, bool are_tokens_
   }
   check(batch.rows.num_rows > 0 && batch.rows.num_rows <= max_tokens_, "tokens: their number must be in 1..", max_tokens_, ", not ", batch.rows.num_rows);
   check(batch.num_samples >= 0 && batch.num_samples <= max_samples_, "sample_rows: their number must be in 0..", max_samples_, ", not ", batch.num_samples);
-  if (are_tokens_known) check_range(batch.tokens, batch.rows.num_rows, vocab_size_, "tokens");
+  for (int64_t i = 0; i < batch.rows.num_rows; ++i) {
+    const int32_t token = batch.tokens[i];
+    check(token < vocab_size_ && (token >= 0 || !are_tokens_known), "tokens[", i, "] is ", token, ": must be in 0..", vocab_size_ - 1);
+  }
   check_range(batch.sample_rows, batch.num_samples, batch.rows.num_rows, "sample_rows");
   if (shape_) check_step_rows(batch.rows, batch.num_sequences, max_positions_, pool);
 }

@@ -75,7 +75,7 @@ class Recorder {
   const Register& logits() const { return registers_.at(static_cast<size_t>(logits_.value())); }
   int64_t max_rows(const Register& each) const { return each.holds_tokens ? max_tokens_ : max_samples_; }
   int64_t num_rows(const Batch& batch, bool is_on_samples) const { return is_on_samples ? batch.num_samples : batch.rows.num_rows; }
-  // Throws std::invalid_argument for a batch or pool that does not fit. `are_tokens_known`: else they are what the step before picks.
+  // Throws std::invalid_argument for a batch or pool that does not fit. `are_tokens_known`: else the negative ones are what the step before picks.
   void check_step(const Batch& batch, const Pool& pool, bool are_tokens_known = true) const;
   std::unique_lock<std::mutex> lock_running();
 

@@ -1,15 +1,17 @@
 """What the engine does beside a step that runs, so that the step behind it starts in time and with everybody.
 
 The next step is started behind it, if decoding is all there is to do (`look_ahead`): it takes its tokens from the one
-that runs without the loop. A sequence that is not in the one that runs cannot be in the one behind it; such a step is
-started by the loop.
+that runs without the loop. Neither a park nor a restore stops that, so that those who are not parked do not notice:
 
-So a copy would cost its sequence, beside the steps that it really takes, one that was looked ahead too early, for the
-park and for the restore each. Therefore a copy that is posted before a step has until the end of that step to land
-(`have_landed`), and nothing is looked ahead before it has. Whoever is parked and finds room at once comes back while
-the same step runs, and misses no other; on CUDA, where a copy waits on the device for the step posted before it, one
-step later. A copy that takes longer costs the others this one wait of the program for the loop; while it goes on, steps
-are looked ahead as ever.
+- Whoever is to be parked is left out of the step that is looked ahead. When that one runs, nobody touches the pages of
+  the one left out, and it is parked (`park`).
+- Whoever is back from a park and was in no step since knows its token, and is in the next one that is looked ahead.
+
+A copy that is posted before a step or beside it has until the end of that step to land (`have_landed`), and nothing is
+looked ahead before it has: otherwise its sequence would miss a step more, for the park and for the restore each. So
+whoever is parked and finds room at once comes back while the same step runs, and misses no other; on CUDA, where a copy
+waits on the device for the step posted before it, one step later. A copy that takes longer costs the others one wait of
+the program for the loop; while it goes on, steps are looked ahead as ever.
 """
 
 from __future__ import annotations
@@ -45,12 +47,27 @@ class Beside:
         self._watch = watch
         self._tasks = tasks
         self._context_len = context_len
+        self._is_park_due = False  # the step that was looked ahead left somebody out
+
+    def park(self, begun: Begun) -> list[Sequence]:
+        """Park whoever the step that runs was started without for that, if that is all there is to do. Returns them."""
+        if not self._is_park_due:
+            return []
+        self._is_park_due = False
+        now_s = time.monotonic()
+        plan = self._transfers.plan(now_s)
+        inside = {each.id for each in begun.step.rows.sequences}
+        if plan.restores or plan.admissions or plan.failures or plan.refused_rotation:
+            return []
+        if any(park.sequence.id in inside for park in plan.parks):
+            return []
+        self._ledger.apply(replace(plan, rows=Rows()), now_s * 1e3)
+        self._transfers.start(plan.parks, ())
+        return plan.moved
 
     async def have_landed(self, sequences: list[Sequence], begun: Begun) -> bool:
-        """Whether the copies of these, posted before the step that runs, end before it does; then those that can come
-        back have, or their copies have been given as long.
-
-        From its start to here no sequence in that step has ended, so it writes to no page that is free.
+        """Whether the copies of these, posted before the step that runs or beside it, end before it does; then those
+        that can come back have, or their copies have been given as long.
         """
         while any(map(self._transfers.is_copying, sequences)):
             self._transfers.collect()  # a small copy has ended by now, and need not be waited for in a thread
@@ -59,11 +76,16 @@ class Beside:
                 self._transfers.collect()
                 if begun.done.done():
                     return False
-            sequences = sequences + self._restore()
+            sequences = sequences + self._restore(begun)
         return True
 
-    def _restore(self) -> list[Sequence]:
-        """Bring back those for whom there is room, if that is all there is to do. Returns them."""
+    def _restore(self, begun: Begun) -> list[Sequence]:
+        """Bring back those for whom there is room, if that is all there is to do. Returns them.
+
+        Only while no sequence in the step that runs has ended: then it writes to no page that is free.
+        """
+        if any(each.id not in self._tasks for each in begun.step.rows.sequences):
+            return []
         now_s = time.monotonic()
         plan = self._transfers.plan(now_s)
         if not plan.restores or plan.parks or plan.admissions or plan.failures or plan.refused_rotation:
@@ -79,12 +101,19 @@ class Beside:
         """
         if not self._steps.can_start_behind(begun):
             return None
-        running = begun.step.rows
-        places = [place for place, sequence in enumerate(running.sequences) if self._goes_on(sequence)]
-        rows = running.following(places)
         plan = self._transfers.plan(time.monotonic())
-        is_allowed = bool(places) and self._ledger.may_follow(rows, plan, running)
-        return self._steps.start_behind(rows, places) if is_allowed else None
+        leaving = {park.sequence.id for park in plan.parks}
+        running = begun.step.rows
+        places = [
+            place
+            for place, sequence in enumerate(running.sequences)
+            if sequence.id not in leaving and self._goes_on(sequence)
+        ]
+        rows = self._ledger.follow(running, places, plan)
+        if rows is None:
+            return None
+        self._is_park_due = bool(leaving)
+        return self._steps.start_behind(rows, places + [-1] * (len(rows) - len(places)))
 
     def _goes_on(self, sequence: Sequence) -> bool:
         """Whether a sequence in the running step wants another token after it, if that is not one to stop at."""

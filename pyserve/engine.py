@@ -12,15 +12,15 @@ One iteration (`_iterate`).
 6. While it runs, the events of the previous step go to their clients (`Generation.put`, which never waits).
 7. Copies of this iteration land while it runs, and those that can come back do (`Beside`). If nothing but decoding is
    to be done then, the next step is started behind it: it takes its tokens from this one without the loop, and the next
-   iteration finds it running and leaves out 3 to 5.
+   iteration finds it running and leaves out 3 to 5, but for parks of those that the step was started without.
 8. The step is awaited; sampled tokens extend their sequences; those that are done leave their slots.
 
-Guarantees. A copy out is posted only while no step runs or waits; one back may be posted beside a step that runs, as
-long as none of its sequences has ended. So no step reads or writes a page in transfer. A sequence ends exactly once, by
-`_end`, whatever ended it: it leaves the ledger, its host state is given back, its client gets one last event. A cancel
-takes effect at the start of the next iteration, that is within one step; a row of it that was looked ahead is computed
-for nobody. A step that fails ends the sequences in it and no other. An error in the engine itself ends every sequence
-with a message and the engine goes on.
+Guarantees. A step that runs does not read or write a page in transfer: a copy out that is posted beside it is of a
+sequence that is not in it, and one back is posted only while none of its sequences has ended, whose pages would be
+free. A sequence ends exactly once, by `_end`, whatever ended it: it leaves the ledger, its host state is given back,
+its client gets one last event. A cancel takes effect at the start of the next iteration, that is within one step; a row
+of it that was looked ahead is computed for nobody. A step that fails ends the sequences in it and no other. An error in
+the engine itself ends every sequence with a message and the engine goes on.
 
 With `is_async` off, each copy is awaited where it is posted, and the plan is made again with the pages that it freed.
 
@@ -164,8 +164,9 @@ class Engine:
         self._transfers.prepare()
         self._take_inbox()
         begun, self._ahead = self._ahead, None
-        moved: list[Sequence] = []
-        if begun is None:
+        if begun is not None:
+            moved = self._beside.park(begun)
+        else:
             plan = await self._plan_and_apply()
             moved = plan.moved
             self._snapshot = None  # a client may have asked during a synchronous copy

@@ -109,22 +109,32 @@ class Ledger(Census):
         num_evicted = self._residents.num_evicted - num_evicted
         return plan if plan.num_evictions == num_evicted else replace(plan, num_evictions=num_evicted)
 
-    def may_follow(self, rows: Rows, plan: Plan, running: Rows) -> bool:
-        """Whether the decode rows `rows` may run behind the step of `running`; their pages are theirs then.
+    def follow(self, running: Rows, places: list[int], plan: Plan) -> Rows | None:
+        """The decode rows to run behind the step of `running`; their pages are theirs then: first those behind its rows
+        at `places`, then those of who runs but is not in that step (back from a park since it began), whose token is
+        known. Nobody may be at `places` whom `plan`, what would be done now, parks: that is done beside the new step.
 
-        `plan`: what would be done now. False: there is something to do first, somebody runs whom the step that runs
-        leaves out (back from a park since it began, its token is known already), or no page is left. A sequence may end
-        before its row has run; what that writes is in no page that anyone reads, because what is copied or computed
-        from there on comes after it.
+        None: there is something else to do first, a prompt has to go on, or no page is left. A sequence may end before
+        its row has run; what that writes is in no page that anyone reads, because what is copied or computed from there
+        on comes after it.
         """
-        view = self._view
-        is_idle = not (plan.parks or plan.restores or plan.admissions or plan.failures or plan.refused_rotation)
-        if not is_idle or plan.rotation_head is not view.rotation_head:
-            return False
-        num_in_it = [each.state for each in running.sequences].count(State.RUNNING)
-        if not len(plan.rows) == len(view.running) == num_in_it:
-            return False
-        return self._residents.have_pages(rows)
+        view, sequences = self._view, running.sequences
+        if plan.restores or plan.admissions or plan.failures or plan.refused_rotation:
+            return None
+        if not self.limits.is_async if plan.parks else plan.rotation_head is not view.rotation_head:
+            return None
+        if len(plan.rows) + len(plan.parks) != len(view.running):
+            return None
+        rows = running.following(places)
+        num_outside = len(view.running) - [each.state for each in sequences].count(State.RUNNING)
+        if num_outside:
+            inside = {each.id for each in sequences}
+            outside = [each for id, each in view.decoding.items() if id not in inside]
+            if len(outside) != num_outside:
+                return None
+            leaving = {park.sequence.id for park in plan.parks}
+            rows.add_decoding(each for each in outside if each.id not in leaving)
+        return rows if rows and self._residents.have_pages(rows) else None
 
     def step_done(self, rows: Iterable[tuple[Sequence, int, int, bool]], sampled: dict[int, int]) -> None:
         """The step ran. `sampled`: the next token of each row that samples, by sequence id."""

@@ -21,9 +21,9 @@ written, so that a restore in between just calls the move off.
 Verification (R23b). Pages are hashed as they go out and checked as they come back: all of them, or, with "sample",
 every eighth and the last. Pages on disk are all hashed, since a hash costs nothing beside a disk.
 
-Ordering. The engine posts copies between two steps: the step that wrote the pages has been awaited, and no later step
-touches pages of a sequence in transfer, so a copy needs no further fence here. The ledger keeps the pages of a park
-until `landed()` has reported it, and gives a restore only pages that nobody reads.
+Ordering. When the engine posts a copy, the step that wrote the pages has been awaited, and neither a step that runs nor
+a later one touches pages of a sequence in transfer, so a copy needs no further fence here. The ledger keeps the pages
+of a park until `landed()` has reported it, and gives a restore only pages that nobody reads.
 
 Lifetime (R20). A sequence that ends while its copy is in flight is discarded when the copy lands. A copy that is not
 done at its deadline is reported as overdue, which ends the waiting but frees nothing: host memory, file and pages stay

@@ -81,6 +81,14 @@ class Rows(Items[Row]):
         rows.samples = [True] * len(places)
         return rows
 
+    def add_decoding(self, sequences: Iterable[Sequence]) -> None:
+        """Decode rows of these, too."""
+        other = Rows(sequences)
+        self.sequences += other.sequences
+        self.starts += other.starts
+        self.lengths += other.lengths
+        self.samples += other.samples
+
     def add(self, sequence: Sequence, start: int, length: int, samples: bool) -> None:
         self.sequences.append(sequence)
         self.starts.append(start)

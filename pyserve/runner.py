@@ -33,7 +33,7 @@ class Step:
     sample_at: list[int]
     sampling: Sampling
     scored: list[tuple[Row, int]] = field(default_factory=list)  # rows whose prompt is scored, their first logits row
-    sources: torch.Tensor | None = None  # int32 [T]: the sample rows of the step before that pick its tokens
+    sources: torch.Tensor | None = None  # int32 [T]: the sample rows of the step before that pick its tokens, or -1
 
     @property
     def is_plain(self) -> bool:
@@ -144,12 +144,12 @@ class Runner:
 
     def prepare_next(self, rows: Rows, sources: list[int]) -> Step:
         """The decode step behind a plain step that runs. Row i computes what that step picks for its sample row
-        `sources[i]`; its page is allocated by now.
+        `sources[i]`, or, where that is -1, the token that its sequence has; its page is allocated by now.
         """
         slots, num_rows = self._slots_of(rows), len(rows)
         positions = np.array(rows.starts, dtype=np.int32)
         batch = StepBatch(
-            tokens=self._places[:num_rows],  # any will do
+            tokens=self._known_tokens(rows, sources),
             positions=torch.from_numpy(positions),
             sequences=_int32(slots),
             page_table=self._slots.tensor,
@@ -158,6 +158,13 @@ class Runner:
         ids = [each.id for each in rows.sequences]
         sampling = self._slots.sampling.take(slots, positions + 1)
         return Step(rows, ids, batch, [*range(num_rows)], sampling, sources=_int32(sources))
+
+    def _known_tokens(self, rows: Rows, sources: list[int]) -> torch.Tensor:
+        """Those of the rows without a source; any will do for the others."""
+        if -1 not in sources:
+            return self._places[: len(rows)]
+        columns = zip(rows.sequences, rows.starts, sources, strict=True)
+        return _int32([sequence.tokens[start] if source < 0 else 0 for sequence, start, source in columns])
 
     def fileno(self) -> int:
         """Readable when a step that `start` began is done."""

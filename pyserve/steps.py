@@ -60,7 +60,9 @@ class Steps:
         return begun
 
     def start_behind(self, rows: Rows, sources: list[int]) -> Begun:
-        """The decode step behind the one that runs: row i computes what that picks for its sample row `sources[i]`."""
+        """The decode step behind the one that runs: row i computes what that picks for its sample row `sources[i]`, or,
+        where that is -1, the token that its sequence has.
+        """
         return self.start(self._runner.prepare_next(rows, sources))
 
     def can_start_behind(self, begun: Begun) -> bool:

@@ -228,9 +228,9 @@ class Program:
         must not change until then, but for columns of the page table that the step does not reach. `weighing`: what
         else changes logits, before bans do.
 
-        One step may be started behind another that is not collected yet. With `sources`, int32 [T], its tokens are
-        not known: row i's is the one that the step before picks for its sample row sources[i]. It fails if that fails.
-        In a row with penalties this token counts too, beside what `weighing` says of the window before it.
+        One step may be started behind another that is not collected yet. With `sources`, int32 [T], row i's token is
+        the one that the step before picks for its sample row sources[i], or, where that is -1, the batch's. It fails if
+        that fails. In a row with penalties this token counts too, beside what `weighing` says of the window before it.
         """
         self._start(
             batch.tokens, batch.positions, batch.sequences, batch.page_table, batch.sample_rows, kv, real, whole, bans,

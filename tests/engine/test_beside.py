@@ -1,9 +1,10 @@
 """What a park costs in steps, on a clock that ticks in steps: copies land as many steps after they were posted as the
-test says, and no step is done before a copy that is due in it has landed.
+test says; with none, every step takes until the engine has nothing left to do beside it.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from typing import Any
@@ -27,16 +28,24 @@ class Pace:
 
     def set(self, engine: Engine) -> None:
         runner: Any = engine._runner
-        num_done, start = runner.num_done, runner.start
+        num_done, start, finish_step = runner.num_done, runner.start, engine._finish_step
+        is_waited_for = False
+
+        async def noted_finish_step(begun: Any) -> None:
+            nonlocal is_waited_for
+            is_waited_for = not begun.done.done()
+            await finish_step(begun)
 
         def num_done_after_copies() -> int:
             """Whoever gets a 0 asks again, for the descriptor stays readable."""
-            return 0 if is_due() else num_done()
-
-        def is_due() -> bool:
-            if not self.copy_steps:
-                return engine._parking.is_busy and time.process_time() < self.give_up_s
-            return bool(self.stream.real.num_outstanding())
+            nonlocal is_waited_for
+            if self.copy_steps:
+                return 0 if self.stream.real.num_outstanding() else num_done()
+            is_due = engine._parking.is_busy and time.process_time() < self.give_up_s
+            if is_due or not is_waited_for:
+                return 0
+            is_waited_for = False
+            return len(os.read(runner.fileno(), 1))
 
         def noted(step: Any) -> None:
             self.steps.append(step.ids)
@@ -48,6 +57,7 @@ class Pace:
             start(step)
 
         runner.num_done, runner.start = num_done_after_copies, noted
+        engine._finish_step = noted_finish_step  # type: ignore[method-assign]
         if self.copy_steps:
             engine._parking.tiers.stream.close()
             engine._parking.tiers.stream = self.stream  # type: ignore[assignment]
@@ -78,6 +88,7 @@ def test_a_park_whose_copies_are_quick_costs_one_step(tiny_model: Model) -> None
     num_parks = [outcome.notices.count("Preempted") for outcome in result.outcomes]
     assert num_parks == [7] * 4
     assert max(pace.missed().values()) <= 7
+    assert pace.num_alone <= 4 * 20 // 8 + 4  # those with prompts: neither parks nor restores stop the looking ahead
     assert [outcome.tokens for outcome in result.outcomes] == [alone(tiny_model, chat) for chat in chats]
     assert_clean(result)
 

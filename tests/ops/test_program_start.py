@@ -95,6 +95,13 @@ def test_sources_name_sample_rows_of_the_step_before() -> None:
     behind = StepBatch(ints([0]), ints([1]), ints([1]), PAGE_TABLE, ints([0]))
     with pytest.raises(ValueError, match="sources"):
         program.start(behind, kv, *tables(1), ints([3]))
+    with pytest.raises(ValueError, match=r"sources\[0\] is -2: must be in -1..2"):
+        program.start(behind, kv, *tables(1), ints([-2]))
+    with pytest.raises(ValueError, match="sources must be as many as tokens: 1, not 2"):
+        program.start(behind, kv, *tables(1), ints([0, 1]))
+    unknown = StepBatch(ints([-1]), ints([1]), ints([1]), PAGE_TABLE, ints([0]))
+    with pytest.raises(ValueError, match=r"tokens\[0\] is -1"):
+        program.start(unknown, kv, *tables(1), ints([-1]))
     assert program.collect().shape == (3,)
 
 

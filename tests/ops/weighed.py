@@ -43,30 +43,41 @@ def step(tokens: Sequence[Sequence[int]], page_table: torch.Tensor, num_tokens: 
 def picked_by_the_program(
     program: Program, kv: torch.Tensor, page_table: torch.Tensor, num_steps: int
 ) -> list[list[int]]:
-    """One step, and each other one behind it, started before the tokens before it are known."""
-    tokens = prompts()
-    slots = SlotSampling(len(PARAMS))
+    """`num_steps` tokens of each row: one step, and each other one behind it, started before the tokens before it are
+    known. Each row sits out now and then; its next token is known when it comes back.
+    """
+    tokens, num_rows = prompts(), len(PARAMS)
+    slots = SlotSampling(num_rows)
     for slot, params in enumerate(PARAMS):
         slots.set(slot, SampleRequest(params, tokens[slot], len(tokens[slot])))
-    places, picked = list(range(len(PARAMS))), []
-    for number in range(num_steps):
-        lens = [len(each) + (number > 0) for each in tokens]
-        sampling = slots.take(places, lens)
+    picked: list[list[int]] = [[] for _ in PARAMS]
+    before: list[int] = []  # the rows of the step that is not collected yet
+
+    def collect() -> None:
+        for row, token in zip(before, program.collect().tolist(), strict=True):
+            tokens[row].append(token)
+            picked[row].append(token)
+
+    for number in range(2 * num_steps):
+        rows = [row for row in range(num_rows) if not number or (number + row) % 4]
+        lens = [len(tokens[row]) + (row in before) for row in rows]
+        sampling = slots.take(rows, lens)
         if number == 0:
             batch, sources = step(tokens, page_table, 0), None
         else:
-            positions = ints([length - 1 for length in lens])
-            batch, sources = StepBatch(ints(places), positions, ints(places), page_table, ints(places)), ints(places)
+            sources = ints([before.index(row) if row in before else -1 for row in rows])
+            known = ints([0 if row in before else tokens[row][-1] for row in rows])
+            places = ints(list(range(len(rows))))
+            batch = StepBatch(known, ints([length - 1 for length in lens]), ints(rows), page_table, places)
         weighing = sampling.weighing(program.vocab_size, follows=sources is not None)
         assert weighing is not None
         bans = sampling.bans(program.vocab_size)
         program.start(batch, kv, sampling.real, sampling.whole, bans, sources, weighing)
         if number > 0:
-            picked.append(program.collect().tolist())
-            for each, token in zip(tokens, picked[-1], strict=True):
-                each.append(token)
-    picked.append(program.collect().tolist())
-    return picked
+            collect()
+        before = rows
+    collect()
+    return [list(column) for column in zip(*(each[:num_steps] for each in picked), strict=True)]
 
 
 def picked_by_the_sampler(
