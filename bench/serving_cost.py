@@ -1,9 +1,10 @@
-"""What serving costs beside the model: `python -m bench.serving_cost [--chats 64] [--tokens 400]`.
+"""What serving costs beside the model: `python -m bench.serving_cost [--chats 64] [--tokens 400] [--rounds 3]`.
 
 The real server, engine and HTTP path with a model that answers at once (a tiny random one), all in this process: CPU
 time of the loop's thread per token and stream, and how long the loop was ever blocked. The client is another process.
-Beside it, in the same run, what any server of this kind pays: a plain Starlette stream through the same hypercorn, that
-sends frames of the same length with no engine behind it; and a bare `send` of such a frame on a socket.
+In turn with it, in the same run, what any server of this kind pays: a plain Starlette stream through the same
+hypercorn, that sends frames of the same length with no engine behind it. And a bare `send` of such a frame on a socket.
+Both servers' figures hold the start and end of the streams. `bench.send_layers` says where a frame's time goes.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from hypercorn.asyncio import serve
 from hypercorn.config import Config
@@ -29,6 +33,9 @@ from bench.versus import free_port
 from pyserve.app import create_app
 from pyserve.settings import Settings
 from tools.make_tiny_model import make_gguf
+
+FRAME = b"data: " + b"x" * 180 + b"\n\n"
+TARGET_S = 8e-6
 
 _CLIENT = """
 import asyncio, sys
@@ -47,9 +54,6 @@ async def probe(lags_s: list[float], interval_s: float = 0.001) -> None:
         due = time.perf_counter() + interval_s
         await asyncio.sleep(interval_s)
         lags_s.append(time.perf_counter() - due)
-
-
-FRAME = b"data: " + b"x" * 180 + b"\n\n"
 
 
 def plain_app(chats: int, tokens: int) -> Starlette:
@@ -75,22 +79,27 @@ def plain_app(chats: int, tokens: int) -> Starlette:
     return Starlette(routes=[Route("/v1/completions", stream, methods=["POST"])])
 
 
-async def measure_plain(chats: int, tokens: int) -> float:
-    """Seconds of the loop thread's CPU per token and stream."""
-    port, stop = free_port(), asyncio.Event()
-    config = Config()
+@asynccontextmanager
+async def served(app: Any, port: int) -> AsyncIterator[None]:
+    """hypercorn with `app`."""
+    stop, config = asyncio.Event(), Config()
     config.bind, config.errorlog = [f"127.0.0.1:{port}"], None
-    server = asyncio.create_task(serve(plain_app(chats, tokens), config, shutdown_trigger=stop.wait))  # type: ignore[arg-type]
-    await asyncio.sleep(0.3)
-    cpu_s = time.thread_time()
+    server = asyncio.create_task(serve(app, config, shutdown_trigger=stop.wait))
+    yield
+    stop.set()
+    await server
+
+
+async def ask(port: int, chats: int, tokens: int) -> tuple[float, float]:
+    """All streams once. (the loop thread's CPU, the time on the clock), both in seconds per token and stream."""
+    started_s, cpu_s = time.perf_counter(), time.thread_time()
     client = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _CLIENT, str(port), str(chats), str(tokens), stdout=subprocess.DEVNULL
     )
-    await client.wait()
-    cpu_s = time.thread_time() - cpu_s
-    stop.set()
-    await server
-    return cpu_s / (chats * tokens)
+    if await client.wait():
+        raise RuntimeError("the client failed")
+    count = chats * tokens
+    return (time.thread_time() - cpu_s) / count, (time.perf_counter() - started_s) / count
 
 
 def bare_send_s(chats: int, rounds: int = 200) -> float:
@@ -110,37 +119,30 @@ def bare_send_s(chats: int, rounds: int = 200) -> float:
     return spent_s / (chats * rounds)
 
 
-async def measure(chats: int, tokens: int) -> None:
-    plain_s, send_s = await measure_plain(chats, tokens), bare_send_s(chats)
-    port = free_port()
+async def measure(chats: int, tokens: int, rounds: int) -> None:
     model = make_gguf(Path(tempfile.mkdtemp()) / "tiny.gguf")
+    port, plain_port = free_port(), free_port()
     settings = Settings(model=str(model), parallel=chats, ctx_size=chats * (tokens + 32), port=port, threads=1)
-    app, stop = create_app(settings), asyncio.Event()
-    config = Config()
-    config.bind = [f"127.0.0.1:{port}"]
-    server = asyncio.create_task(serve(app, config, shutdown_trigger=stop.wait))  # type: ignore[arg-type]
-    while app.state is None or app.state.model is None:
-        await asyncio.sleep(0.05)
-    lags_s: list[float] = []
-    watching = asyncio.create_task(probe(lags_s))
-    started_s, cpu_s = time.perf_counter(), time.thread_time()
-    client = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _CLIENT, str(port), str(chats), str(tokens), stdout=subprocess.PIPE
-    )
-    output, _ = await client.communicate()
-    cpu_s = time.thread_time() - cpu_s
-    watching.cancel()
-    report(int(output), chats, cpu_s, time.perf_counter() - started_s, sorted(lags_s))
-    token_s = cpu_s / int(output)
-    print(f"a plain Starlette stream: {plain_s * 1e6:.1f} us (ours {token_s / plain_s:.2f} of it, target 0.44)")
-    print(f"a bare send on a socket: {send_s * 1e6:.1f} us")
-    stop.set()
-    await server
-
-
-def report(num_tokens: int, chats: int, cpu_s: float, wall_s: float, lags_s: list[float]) -> None:
-    print(f"{chats} chats, {num_tokens} tokens in {wall_s:.1f} s ({num_tokens / wall_s:.0f} tokens/s)")
-    print(f"loop thread: {cpu_s / num_tokens * 1e6:.1f} us of CPU per token and stream (engine, text and HTTP)")
+    app = create_app(settings)
+    ours_s, walls_s, plain_s, lags_s = [], [], [], list[float]()
+    async with served(plain_app(chats, tokens), plain_port), served(app, port):
+        while app.state is None or app.state.model is None:
+            await asyncio.sleep(0.05)
+        for _ in range(rounds):
+            plain_s.append((await ask(plain_port, chats, tokens))[0])
+            cpu_s, wall_s = await ask(port, chats, tokens)
+            ours_s.append(cpu_s)
+            walls_s.append(wall_s)
+        watching = asyncio.create_task(probe(lags_s))  # in a round of its own: it costs the loop something too
+        await ask(port, chats, tokens)
+        watching.cancel()
+    token_s, stream_s = statistics.median(ours_s), statistics.median(plain_s)
+    print(f"{chats} chats of {tokens} tokens, {rounds} times; {1 / statistics.median(walls_s):.0f} tokens/s")
+    print(f"loop thread: {_spread(ours_s)} us of CPU per token and stream (engine, text and HTTP)")
+    print(f"a plain Starlette stream: {_spread(plain_s)} us (ours {token_s / stream_s:.2f} of it, "
+          f"target {TARGET_S / stream_s:.2f})")  # fmt: skip
+    print(f"a bare send on a socket: {bare_send_s(chats) * 1e6:.1f} us")
+    lags_s.sort()
     at = {share: lags_s[int(len(lags_s) * share)] * 1e3 for share in (0.5, 0.99, 0.999)}
     print(
         f"loop blocked: p50 {at[0.5]:.2f} ms, p99 {at[0.99]:.2f} ms, p99.9 {at[0.999]:.2f} ms (target 5), "
@@ -148,12 +150,18 @@ def report(num_tokens: int, chats: int, cpu_s: float, wall_s: float, lags_s: lis
     )
 
 
+def _spread(times_s: list[float]) -> str:
+    """Median and range in microseconds."""
+    return f"{statistics.median(times_s) * 1e6:.1f} ({min(times_s) * 1e6:.1f} to {max(times_s) * 1e6:.1f})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chats", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=400, help="tokens of each chat")
+    parser.add_argument("--rounds", type=int, default=3)
     chosen = parser.parse_args()
-    asyncio.run(measure(chosen.chats, chosen.tokens))
+    asyncio.run(measure(chosen.chats, chosen.tokens, chosen.rounds))
 
 
 if __name__ == "__main__":
