@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 
 from pyserve.types import Event, Failed, Finished, Token
@@ -16,8 +17,9 @@ class Generation:
         self._events: list[Event] = []
         self._waiter: asyncio.Future[None] | None = None
         self._on_cancel = on_cancel
-        self._deadline: float | None = None  # of the wait that is on, or was last
+        self._deadline = math.inf  # of the wait that is on, or was last
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf  # when it fires
 
     @property
     def is_over(self) -> bool:
@@ -32,16 +34,22 @@ class Generation:
             self._open.discard(event.index)
         self._events.append(event)
         waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
 
-    async def next_events(self, deadline: float | None = None) -> list[Event]:
+    async def next_events(self, deadline: float = math.inf) -> list[Event]:
         """All queued events; waits for the first until `deadline` (loop.time()).
 
         Empty: the deadline passed, or it is over.
         """
         if not self._events and self._open:
-            await self._wait(deadline)
+            self._deadline = deadline
+            if deadline < self._timer_at:
+                self._set_timer(deadline)
+            self._waiter = waiter = asyncio.get_running_loop().create_future()
+            await waiter
         events, self._events = self._events, []
         if not self._open:
             self._stop_timer()
@@ -66,34 +74,26 @@ class Generation:
             for event in await self.next_events():
                 yield event
 
-    async def _wait(self, deadline: float | None) -> None:
+    def _set_timer(self, deadline: float) -> None:
         """One timer serves many waits: it is only ever set anew when it fires, or when a deadline comes closer."""
-        loop = asyncio.get_running_loop()
-        self._deadline = deadline
-        if deadline is not None and (self._timer is None or deadline < self._timer.when()):
-            self._stop_timer()
-            self._timer = loop.call_at(deadline, self._on_timer)
-        self._waiter = loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        self._stop_timer()
+        self._timer, self._timer_at = asyncio.get_running_loop().call_at(deadline, self._on_timer), deadline
 
     def _on_timer(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._timer = None
-        if self._waiter is None or self._deadline is None:
+        self._stop_timer()
+        if self._waiter is None or self._deadline == math.inf:
             return
-        if self._deadline <= loop.time():
+        if self._deadline <= asyncio.get_running_loop().time():
             self._wake()
         else:
-            self._timer = loop.call_at(self._deadline, self._on_timer)
+            self._set_timer(self._deadline)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+            self._timer, self._timer_at = None, math.inf
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

@@ -88,20 +88,15 @@ class GenerationResponse(Response, ABC):
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the whole answer."""
 
-    async def _next_events(self, deadline: float | None) -> list[Event]:
-        """The engine's next events. One that ends without the sequences' last events must not look like success."""
-        events = await self.generation.next_events(deadline)
-        if not events and self.generation.is_over:
+    def _check_goes_on(self) -> None:
+        """To be asked when no events came: an end without the sequences' last events must not look like success."""
+        if self.generation.is_over:
             raise RuntimeError(f"request {self.job.id} ended without its last events")
-        return events
 
-    def _push(self, choice: Choice, event: Token) -> Piece | None:
-        """The piece of a token; a stop string ends the sequence here, so the engine is told."""
-        piece = choice.push(event)
-        if choice.is_over:
-            self._num_open -= 1
-            self.generation.cancel(choice.index)
-        return piece
+    def _stopped(self, choice: Choice) -> None:
+        """A stop string ended the sequence here, so the engine is told."""
+        self._num_open -= 1
+        self.generation.cancel(choice.index)
 
     def _finish(self, choice: Choice, event: Finished) -> Piece | None:
         self._num_open -= 1
@@ -135,7 +130,10 @@ class PlainAnswer(GenerationResponse):
     async def _answer(self) -> Response:
         pieces: list[list[Piece]] = [[] for _ in self.choices]
         while self._num_open:
-            for event in await self._next_events(None):
+            events = await self.generation.next_events()
+            if not events:
+                self._check_goes_on()
+            for event in events:
                 piece = self._take(event)
                 if piece is not None:
                     pieces[event.index].append(piece)
@@ -148,7 +146,10 @@ class PlainAnswer(GenerationResponse):
         if choice.is_over:
             return None
         if isinstance(event, Token):
-            return self._push(choice, event)
+            piece = choice.push(event)
+            if choice.is_over:
+                self._stopped(choice)
+            return piece
         if isinstance(event, Finished):
             return self._finish(choice, event)
         self._note(choice, event)
@@ -159,8 +160,8 @@ class EventStream(GenerationResponse):
     """Server-sent events as the tokens come."""
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        loop = asyncio.get_running_loop()
-        notices = sse.Notices(self.job.comments, self.job.ping_interval_s, loop.time())
+        now = asyncio.get_running_loop().time()
+        notices = sse.Notices(self.job.comments, self.job.ping_interval_s, now)
         events = await self.generation.next_events(notices.deadline)
         failure = next((event.error for event in events if isinstance(event, Failed)), None)
         if failure is not None:
@@ -170,14 +171,7 @@ class EventStream(GenerationResponse):
         send = scope.get(SERVER_SEND, send)
         frames: list[bytes] = []
         try:
-            while self._num_open:
-                now = loop.time()
-                self._write_events(events, notices, now, frames)
-                frames.append(notices.due(now))
-                await _send(send, b"".join(frames) or notices.ping(now), notices, now)
-                frames.clear()
-                if self._num_open:
-                    events = await self._next_events(notices.deadline)
+            await self._send_frames(send, events, notices, frames)
             frames.append(self.writer.close())
         except Exception as error:
             frames.append(sse.frame(error_object(as_pyserve_error(error))))
@@ -185,6 +179,27 @@ class EventStream(GenerationResponse):
             await self._send_stop(send)
             raise
         await send({"type": "http.response.body", "body": b"".join(frames), "more_body": False})
+
+    async def _send_frames(
+        self, send: Send, events: Sequence[Event], notices: sse.Notices, frames: list[bytes]
+    ) -> None:
+        """The stream from its first events to the last. What an error leaves in `frames` goes before it."""
+        time, next_events = asyncio.get_running_loop().time, self.generation.next_events
+        while True:
+            now = time()
+            self._write_events(events, notices, now, frames)
+            if now >= notices.deadline:
+                frames.append(notices.due(now))
+            data = b"".join(frames) or notices.ping(now)
+            frames.clear()
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+                notices.wrote(now)
+            if not self._num_open:
+                return
+            events = await next_events(notices.deadline)
+            if not events:
+                self._check_goes_on()
 
     async def _send_stop(self, send: Send) -> None:
         """A stopping server cuts its streams, which must not look like their end to a client that is still there."""
@@ -198,20 +213,26 @@ class EventStream(GenerationResponse):
         """The frames of a batch. Raises the error of a failed sequence, with the frames before it in `frames`."""
         for event in events:
             choice = self.choices[event.index]
-            if isinstance(event, Failed):
+            if type(event) is Token:  # by far the most
+                if not choice.is_over:
+                    self._write_token(choice, event, notices, frames)
+            elif isinstance(event, Failed):
                 raise event.error
-            if not choice.is_over:
+            elif not choice.is_over:
                 self._write_event(choice, event, notices, now, frames)
 
-    def _write_event(self, choice: Choice, event: Event, notices: sse.Notices, now: float, frames: list[bytes]) -> None:
-        if isinstance(event, Token):
-            piece = self._push(choice, event)
-            if piece is not None:
+    def _write_token(self, choice: Choice, token: Token, notices: sse.Notices, frames: list[bytes]) -> None:
+        piece = choice.push(token)
+        if piece is not None:
+            if not choice.has_begun:
                 self._begin(choice, frames)
-                frames.append(self.writer.piece(choice, piece))
-            if choice.is_over:
-                self._end(choice, None, notices, frames)
-        elif isinstance(event, Finished):
+            frames.append(self.writer.piece(choice, piece))
+        if choice.is_over:
+            self._stopped(choice)
+            self._end(choice, None, notices, frames)
+
+    def _write_event(self, choice: Choice, event: Event, notices: sse.Notices, now: float, frames: list[bytes]) -> None:
+        if isinstance(event, Finished):
             self._end(choice, self._finish(choice, event), notices, frames)
         else:
             self._note(choice, event)
@@ -240,12 +261,6 @@ class EventStream(GenerationResponse):
         self._begin(choice, frames)
         notices.ended(choice.index)
         frames.append(self.writer.end(choice, rest, is_last=not self._num_open))
-
-
-async def _send(send: Send, data: bytes, notices: sse.Notices, now: float) -> None:
-    if data:
-        await send({"type": "http.response.body", "body": data, "more_body": True})
-        notices.wrote(now)
 
 
 def answer(job: Job, choices: Sequence[Choice], generation: Generation, writer: Writer) -> Response:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from pyserve.text.detokenizer import Detokenizer
 from pyserve.text.stop import StopStrings
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
     from pyserve.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Text to send and the tokens that it comes from. The text of the last piece of an answer may be empty."""
+class Piece(msgspec.Struct, frozen=True):
+    """Text to send and the tokens that it comes from. The text of the last piece of an answer may be empty.
+
+    A record of msgspec for the reason that `Token` is one.
+    """
 
     text: str
     tokens: Sequence[Token] = ()
@@ -38,6 +41,7 @@ class Choice:
         self.slot: int | None = None
         self.request = request
         self.finish_reason: FinishReason | None = None
+        self.is_over = False  # a finish reason is known
         self.stop_string: str | None = None
         self.is_truncated = False
         self.prompt_logprobs: PromptLogprobs | None = None
@@ -55,10 +59,6 @@ class Choice:
         self._started_s = self._first_token_s = self._last_token_s = time.monotonic()
         self._parked_at_s: float | None = None
         self._parked_s = 0.0
-
-    @property
-    def is_over(self) -> bool:
-        return self.finish_reason is not None
 
     def started(self, slot: int) -> None:
         self.slot = slot
@@ -79,19 +79,20 @@ class Choice:
         if not self.num_tokens:
             self._first_token_s = self._last_token_s
         self.num_tokens += 1
-        text = self._detokenizer.push(token.token)
+        safe = text = self._detokenizer.push(token.token)
+        if self._stops is not None and self.num_tokens > self._min_tokens:
+            safe, self.stop_string = self._stops.push(text)
+            if self.stop_string is not None:
+                self._end(FinishReason.STOP)
+        if text and safe == text and not self._waiting and self._made_len == self._sent_len:
+            return Piece(text, (token,))  # nothing is held back, or was; the lengths, compared only, may stay behind
         self._waiting.append((token, self._made_len))
         self._made_len += len(text)
-        if self._stops is None or self.num_tokens <= self._min_tokens:
-            return self._piece(text) if text else None
-        safe, self.stop_string = self._stops.push(text)
-        if self.stop_string is not None:
-            self.finish_reason = FinishReason.STOP
         return self._piece(safe) if safe else None
 
     def finish(self, event: Finished) -> Piece | None:
         """What was held back, now that no stop string can come any more."""
-        self.finish_reason = event.reason
+        self._end(event.reason)
         self.is_truncated = event.truncated
         self._stats = event.stats
         text = self._detokenizer.flush()
@@ -122,6 +123,10 @@ class Choice:
             n_preempt=self.num_preempts,
             preempted_ms=parked_s * 1e3,
         )
+
+    def _end(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        self.is_over = True
 
     def _piece(self, text: str) -> Piece:
         self._sent_len += len(text)

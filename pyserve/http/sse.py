@@ -36,10 +36,10 @@ class Notices:
         self._keepalive_at = math.inf
 
     @property
-    def deadline(self) -> float | None:
-        """When `due` next has something to say."""
-        deadline = min(self._ping_at, self._keepalive_at)
-        return None if math.isinf(deadline) else deadline
+    def deadline(self) -> float:
+        """When `due` or `ping` next has something to say; infinity: never, as things are."""
+        ping_at, keepalive_at = self._ping_at, self._keepalive_at
+        return ping_at if ping_at < keepalive_at else keepalive_at
 
     def preempted(self, index: int, now: float) -> bytes:
         """The sequence was parked."""

@@ -86,8 +86,8 @@ class OpenAIWriter(ABC):
 
     def piece(self, choice: Choice, piece: Piece) -> bytes:
         if self._is_plain:
-            head, tail = self._template(choice)
-            return head + orjson.dumps(piece.text) + tail
+            head, tail = self._templates.get(choice.index) or self._make_template(choice)
+            return b"".join((head, orjson.dumps(piece.text), tail))
         entry = self._with_tokens(self.text_choice(choice, piece.text), choice, piece)
         return self._frame([entry], **self._running(choice))
 
@@ -123,12 +123,10 @@ class OpenAIWriter(ABC):
     def _frame(self, entries: list[dict[str, Any]], **extra: Any) -> bytes:
         return sse.frame({"choices": entries, **self._members, "object": self.chunk_object, **extra})
 
-    def _template(self, choice: Choice) -> tuple[bytes, bytes]:
-        template = self._templates.get(choice.index)
-        if template is None:
-            head, _, tail = self._frame([self.text_choice(choice, _MARK)]).partition(orjson.dumps(_MARK))
-            template = self._templates[choice.index] = head, tail
-        return template
+    def _make_template(self, choice: Choice) -> tuple[bytes, bytes]:
+        head, _, tail = self._frame([self.text_choice(choice, _MARK)]).partition(orjson.dumps(_MARK))
+        self._templates[choice.index] = head, tail
+        return head, tail
 
     def _with_tokens(self, entry: dict[str, Any], choice: Choice, piece: Piece) -> dict[str, Any]:
         if self._wants_logprobs:

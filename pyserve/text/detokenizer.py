@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 
-from pyserve.text.tokenizer import Tokenizer
+from pyserve.text.tokenizer import Tokenizer, WholeTexts
 
 
 class Detokenizer:
@@ -17,17 +17,29 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, *, include_special: bool = False, is_continuation: bool = False) -> None:
         self._tokenizer = tokenizer
         self._include_special = include_special
+        self._whole_texts = WholeTexts(tokenizer, include_special=True) if include_special else tokenizer.whole_texts
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._strips_space = tokenizer.strips_leading_space and not is_continuation
+        self._is_between = not self._strips_space  # the next token's text does not depend on what came before
 
     def push(self, token: int) -> str:
         """The characters that `token` completes."""
+        if self._is_between:
+            text = self._whole_texts[token]
+            if text is not None:
+                return text
+        return self._push_bytes(token)
+
+    def _push_bytes(self, token: int) -> str:
         data = self._tokenizer.token_bytes(token, include_special=self._include_special)
         if self._strips_space and data:
             self._strips_space = False
             data = data.removeprefix(b" ")
-        return self._utf8.decode(data)
+        text = self._utf8.decode(data)
+        self._is_between = not self._strips_space and not self._utf8.getstate()[0]
+        return text
 
     def flush(self) -> str:
         """What is left of a character that never became complete: U+FFFD, or nothing."""
+        self._is_between = not self._strips_space
         return self._utf8.decode(b"", final=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -190,11 +191,11 @@ class TestNotices:
 
     def test_without_pings_nothing_is_due_until_a_park(self) -> None:
         notices = Notices(True, -1.0, now=0.0)
-        assert notices.deadline is None
+        assert notices.deadline == math.inf
         notices.preempted(0, 10.0)
         assert notices.deadline == 12.0
 
     def test_off_means_silent(self) -> None:
         notices = Notices(False, 30.0, now=0.0)
         assert notices.preempted(0, 0.0) == notices.resumed(0) == notices.due(99.0) == notices.ping(99.0) == b""
-        assert notices.deadline is None
+        assert notices.deadline == math.inf
