@@ -118,7 +118,7 @@ def _step(ledger: Ledger, now_ms: float, source: random.Random) -> None:
         ledger.park_landed(sequence)
     for sequence in ledger.restoring():
         ledger.restore_landed(sequence)
-    ledger.step_done(plan.rows, {row.sequence.id: source.randrange(1000) for row in plan.rows if row.samples})
+    ledger.step_done(plan.rows, [source.randrange(1000) for row in plan.rows if row.samples])
 
 
 def table(page_sizes: Iterable[int] = PAGE_SIZES) -> str:

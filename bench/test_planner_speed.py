@@ -32,14 +32,13 @@ def steady_ledger(num_sequences: int) -> Ledger:
         prompt = tuple(dice.choices(range(1000), k=dice.randint(100, 300)))
         ledger.submit([Sequence(id, SequenceRequest(prompt, SamplingParams(), None), id)])
     while any(each.num_pending != 1 for each in ledger.live()):
-        step(ledger, {})
+        step(ledger, [])
     return ledger
 
 
-def step(ledger: Ledger, sampled: dict[int, int]) -> None:
+def step(ledger: Ledger, picked: list[int]) -> None:
     plan = ledger.apply(ledger.plan(0.0, HOST_PAGES), 0.0)
-    sampled = sampled or {row.sequence.id: 7 for row in plan.rows if row.samples}
-    ledger.step_done(plan.rows, sampled)
+    ledger.step_done(plan.rows, picked or [7 for row in plan.rows if row.samples])
 
 
 def report(benchmark: Any, num_rows: int) -> None:
@@ -60,8 +59,7 @@ def test_plan(benchmark: Any, num_sequences: int) -> None:
 def test_plan_apply_and_step_done(benchmark: Any, num_sequences: int) -> None:
     ledger = steady_ledger(num_sequences)
     before = sum(len(each.tokens) for each in ledger.live())
-    sampled = dict.fromkeys(range(num_sequences), 7)
-    benchmark.pedantic(step, args=(ledger, sampled), warmup_rounds=50, rounds=3000)
+    benchmark.pedantic(step, args=(ledger, [7] * num_sequences), warmup_rounds=50, rounds=3000)
     assert sum(len(each.tokens) for each in ledger.live()) == before + 3050 * num_sequences
     report(benchmark, num_sequences)
 
@@ -77,11 +75,11 @@ def test_steps_that_evict(benchmark: Any) -> None:
         prompt = tuple(dice.choices(range(1000), k=1000 if is_chat else 100))
         ledger.submit([Sequence(id, SequenceRequest(prompt, SamplingParams(), None), id)])
         if is_chat:
-            step(ledger, {})
+            step(ledger, [])
             ledger.finish(next(iter(ledger.running())), 0.0)
     while ledger.free_pages > 3000:
-        step(ledger, {})
-    benchmark.pedantic(step, args=(ledger, {}), warmup_rounds=50, rounds=1000)
+        step(ledger, [])
+    benchmark.pedantic(step, args=(ledger, []), warmup_rounds=50, rounds=1000)
     report(benchmark, 64)
     assert sum(each.num_parks for each in ledger.live()) == 0
 

@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from pyserve.company import Company
 from pyserve.copy_watch import CopyWatch
 from pyserve.ledger import Ledger
 from pyserve.plan import Rows
@@ -39,14 +40,12 @@ class Beside:
         steps: Steps,
         watch: CopyWatch,
         tasks: Mapping[int, Task],
-        context_len: int,
     ) -> None:
         self._ledger = ledger
         self._transfers = transfers
         self._steps = steps
         self._watch = watch
         self._tasks = tasks
-        self._context_len = context_len
         self._is_park_due = False  # the step that was looked ahead left somebody out
 
     def park(self, begun: Begun) -> list[Sequence]:
@@ -94,16 +93,20 @@ class Beside:
         self._transfers.start((), plan.restores)
         return plan.moved
 
-    def look_ahead(self, begun: Begun) -> Begun | None:
+    def look_ahead(self, begun: Begun, company: Company | None) -> Begun | None:
         """Start the decode step behind the one that runs, if that is all there is to do, for those who go on.
+        `company`: of those who decoded together last; while they go on together, nobody has to look at each of them.
 
         Whether one ends by its token is not known yet: its row is computed for nobody then.
         """
         if not self._steps.can_start_behind(begun):
             return None
+        running = begun.step.rows
+        is_known = company is not None and company.sequences is running.sequences and company.do_all_go_on
+        if is_known and self._ledger.may_repeat(running):
+            return self._steps.repeat(begun)
         plan = self._transfers.plan(time.monotonic())
         leaving = {park.sequence.id for park in plan.parks}
-        running = begun.step.rows
         places = [
             place
             for place, sequence in enumerate(running.sequences)
@@ -118,7 +121,4 @@ class Beside:
     def _goes_on(self, sequence: Sequence) -> bool:
         """Whether a sequence in the running step wants another token after it, if that is not one to stop at."""
         task = self._tasks.get(sequence.id)
-        if task is None or len(sequence.tokens) >= self._context_len:
-            return False
-        max_tokens = sequence.request.max_tokens
-        return max_tokens is None or task.num_sent + 1 < max_tokens
+        return task is not None and len(sequence.tokens) + 1 < task.end_len

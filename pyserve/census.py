@@ -74,6 +74,11 @@ class Census:
     def running(self) -> list[Sequence]:
         return list(self._view.running.values())
 
+    @property
+    def decoding(self) -> list[Sequence]:
+        """Those who have one token to compute; the same list until somebody comes or goes. Not to be changed."""
+        return self._view.decoding.sequences
+
     def preempting(self) -> list[Sequence]:
         return list(self._view.preempting.values())
 

@@ -36,17 +36,18 @@ import time
 from collections.abc import Sequence as Items
 
 from pyserve.beside import Beside
+from pyserve.company import Companies, Company
 from pyserve.copy_watch import CopyWatch
 from pyserve.errors import PoolExhausted, PyserveError, StepFailed, Unavailable
 from pyserve.generation import Generation
 from pyserve.ledger import Ledger
 from pyserve.park import Parking
-from pyserve.plan import Failure, Plan
+from pyserve.plan import Failure, Plan, Rows
 from pyserve.runner import Runner, Step, StepResult
 from pyserve.sequence import Sequence, make_group
 from pyserve.snapshot import take_snapshot
 from pyserve.steps import Begun, Steps
-from pyserve.task import Task
+from pyserve.task import Task, end_len_of
 from pyserve.transfers import Transfers
 from pyserve.types import (
     Counters,
@@ -84,14 +85,15 @@ class Engine:
         self._tasks: dict[int, Task] = {}  # sequence id -> its task, from submit to end
         self._arrivals: list[list[Sequence]] = []
         self._cancels: list[int] = []
-        self._outbox: list[tuple[Generation, Event]] = []
+        self._outbox: list[tuple[Items[Generation], Items[Event]]] = []  # one event for each of the generations
         self._next_id = 0  # of sequences; a group's is its first sequence's
         self._transfers = Transfers(ledger, parking, self._tasks, self.counters, self._post)
         self._wake = asyncio.Event()
         self._steps = Steps(runner)
         self._copy_watch = CopyWatch(parking)
-        self._beside = Beside(ledger, self._transfers, self._steps, self._copy_watch, self._tasks, info.context_len)
+        self._beside = Beside(ledger, self._transfers, self._steps, self._copy_watch, self._tasks)
         self._gaps: list[float] = []  # seconds between tokens, of the step that is being counted
+        self._companies = Companies(ledger, self._tasks)
         self._ahead: Begun | None = None  # the step behind the one that was awaited last
         self._is_stopping = self._is_stuck = False
         self._last_step_at_s = time.monotonic()
@@ -122,7 +124,8 @@ class Engine:
         generation = Generation(len(requests), lambda index: self._cancel(first_id + index))
         group = make_group(requests, group_id=first_id, first_id=first_id)
         for sequence in group:
-            self._tasks[sequence.id] = Task(sequence, generation, request_id, submitted_s=now_s)
+            end_len = end_len_of(sequence, self.info.context_len)
+            self._tasks[sequence.id] = Task(sequence, generation, request_id, submitted_s=now_s, end_len=end_len)
         self._arrivals.append(group)
         self.is_empty.clear()
         self._wake.set()
@@ -179,7 +182,7 @@ class Engine:
         is_seen = await self._beside.have_landed(moved, begun)
         self._snapshot = None
         if is_seen and not self._arrivals and not self._cancels:
-            self._ahead = self._beside.look_ahead(begun)
+            self._ahead = self._beside.look_ahead(begun, self._companies.latest)
         await self._finish_step(begun)
 
     async def _rest(self, plan: Plan) -> None:
@@ -264,29 +267,46 @@ class Engine:
     # --- 8: the step
 
     async def _finish_step(self, begun: Begun) -> None:
-        step = begun.step
+        rows = begun.step.rows
         try:
             result = await begun.done
         except Exception as error:
-            self._step_failed(step, error)
+            self._step_failed(begun.step, error)
             return
         now_s = time.monotonic()
         step_s = now_s - max(begun.started_s, self._last_step_at_s)
         self._last_step_at_s = now_s
-        self._ledger.step_done(step.rows.columns(), result.tokens)
-        self._count(step, step_s)
         self._is_stuck = False
+        company = self._companies.of(rows)
+        self._ledger.step_done(rows, result.picked)
+        self.counters.generated_tokens += len(result.picked)
+        if company is None or result.logprobs or company.has_ending(result.picked):
+            self._count(rows, step_s)
+            self._took_row_by_row(rows, result, now_s)
+        else:
+            self.counters.count_step(len(rows), company.longest_len, step_s)
+            self._took_together(company, result.picked, now_s)
+
+    def _took_together(self, company: Company, picked: list[int], now_s: float) -> None:
+        """In the steady state: everybody has a token, and nobody ends."""
+        tasks = company.tasks
+        self._observe("inter_token_s", now_s - tasks[0].last_token_s, len(tasks))
+        for task in tasks:
+            task.last_token_s = now_s
+        self._outbox.append(company.events(picked))
+
+    def _took_row_by_row(self, rows: Rows, result: StepResult, now_s: float) -> None:
         tasks = self._tasks
-        for sequence, start, length, _ in step.rows.columns():
+        picked = iter(result.picked)
+        for sequence, start, length, samples in rows.columns():
+            token = next(picked) if samples else None
             task = tasks.get(sequence.id)
             if task is None:  # it ended after the step was started
                 continue
-            if not task.num_sent:
+            if not task.first_token_s:
                 self._prompt_advanced(task, result, start, length, now_s)
-            token = result.tokens.get(sequence.id)
             if token is not None:
                 self._took_token(task, token, result, now_s)
-        self.counters.generated_tokens += len(result.tokens)
         self.counters.observe_all("inter_token_s", self._gaps)
         self._gaps.clear()
 
@@ -309,7 +329,7 @@ class Engine:
     def _took_token(self, task: Task, token: int, result: StepResult, now_s: float) -> None:
         sequence = task.sequence
         request = sequence.request
-        if not task.num_sent:
+        if not task.first_token_s:
             self._first_token(task, now_s)
         else:
             self._gaps.append(now_s - task.last_token_s)
@@ -317,15 +337,13 @@ class Engine:
         if request.max_tokens == 0:  # only the prompt was to be scored
             self._finish(task, FinishReason.LENGTH, num_generated=0)
         elif token in request.stop_tokens:
-            self._finish(task, FinishReason.STOP, num_generated=task.num_sent + 1)
+            self._finish(task, FinishReason.STOP, num_generated=task.num_sent)
         else:
-            task.num_sent += 1
             logprobs = result.logprobs.get(sequence.id) if result.logprobs else None
-            self._outbox.append((task.generation, Token(sequence.index, token, logprobs)))
-            if request.max_tokens is not None and task.num_sent >= request.max_tokens:
-                self._finish(task, FinishReason.LENGTH, num_generated=task.num_sent)
-            elif len(sequence.tokens) > self.info.context_len:
-                self._finish(task, FinishReason.LENGTH, num_generated=task.num_sent, truncated=True)
+            self._post(task, Token(sequence.index, token, logprobs))
+            if len(sequence.tokens) >= task.end_len:
+                is_asked_for = request.max_tokens is not None and task.num_sent >= request.max_tokens
+                self._finish(task, FinishReason.LENGTH, num_generated=task.num_sent, truncated=not is_asked_for)
 
     def _first_token(self, task: Task, now_s: float) -> None:
         task.first_token_s = now_s
@@ -335,13 +353,9 @@ class Engine:
         if task.sequence.request.prompt_logprobs is not None:
             self._post(task, PromptLogprobs(task.sequence.index, tuple(task.prompt_logprobs)))
 
-    def _count(self, step: Step, step_s: float) -> None:
-        counters = self.counters
-        counters.steps += 1
-        counters.busy_slots += len(step.rows)
-        counters.longest_sequence = max(counters.longest_sequence, *[len(each.tokens) for each in step.rows.sequences])
-        self._observe("step_s", step_s)
-        num_prompt_tokens = sum([length for length in step.rows.lengths if length > 1])
+    def _count(self, rows: Rows, step_s: float) -> None:
+        self.counters.count_step(len(rows), max([len(each.tokens) for each in rows.sequences]), step_s)
+        num_prompt_tokens = sum([length for length in rows.lengths if length > 1])
         if num_prompt_tokens >= _PROMPT_STEP_TOKENS:
             self._transfers.rates.prompt.add(num_prompt_tokens, step_s, time.monotonic())
 
@@ -373,9 +387,10 @@ class Engine:
             self._end(task, error)
 
     def _post(self, task: Task, event: Event) -> None:
-        self._outbox.append((task.generation, event))
+        self._outbox.append(((task.generation,), (event,)))
 
     def _deliver(self) -> None:
         outbox, self._outbox = self._outbox, []
-        for generation, event in outbox:
-            generation.put(event)
+        for generations, events in outbox:
+            for generation, event in zip(generations, events, strict=True):
+                generation.put(event)

@@ -24,7 +24,9 @@ def check(view: View, slots: List[Sequence | None], filling: Mapping[int, int]) 
     assert view.debt == sum(each.debt for each in view.running.values()), "the debts do not add up"
     assert view.entry_debt == sum(each.entry_debt for each in view.running.values()), "entry debts do not add up"
     decoding = {id for id, each in view.running.items() if each.num_pending == 1}
-    assert decoding == view.decoding.keys(), "decoding is out of date"
+    assert decoding == view.decoding.by_id.keys(), "decoding is out of date"
+    listed = [each.id for each in view.decoding.sequences]
+    assert listed == [*view.decoding.by_id], "the list of those who decode is out of date"
     short = {id for id, each in view.running.items() if view.is_short(each) and id not in view.oversized}
     assert short == view.short.keys(), "short is out of date"
     for each in slots:

@@ -48,6 +48,7 @@ class KvStore:
         if dtype not in self.device.kv_types:
             raise SettingsError(f"--kv-type {kv_type} is not possible on {self.device.name}: use f16 or bf16")
         self.page_bytes = page_bytes(num_layers, num_kv_heads, page_size, head_dim, kv_type)
+        self.page_size = page_size
         self.kv_type = kv_type
         wanted = num_pages * self.page_bytes
         if self.device.name == "cpu" and wanted > available_bytes():

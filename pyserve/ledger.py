@@ -20,7 +20,7 @@ can find no page, because the planner is off, wrong, or not allowed to park: tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import replace
 
@@ -129,16 +129,29 @@ class Ledger(Census):
         num_outside = len(view.running) - [each.state for each in sequences].count(State.RUNNING)
         if num_outside:
             inside = {each.id for each in sequences}
-            outside = [each for id, each in view.decoding.items() if id not in inside]
+            outside = [each for id, each in view.decoding.by_id.items() if id not in inside]
             if len(outside) != num_outside:
                 return None
             leaving = {park.sequence.id for park in plan.parks}
             rows.add_decoding(each for each in outside if each.id not in leaving)
+        if rows.sequences == view.decoding.sequences:
+            rows.sequences = view.decoding.sequences  # so that the next step may be a repetition
         return rows if rows and self._residents.have_pages(rows) else None
 
-    def step_done(self, rows: Iterable[tuple[Sequence, int, int, bool]], sampled: dict[int, int]) -> None:
-        """The step ran. `sampled`: the next token of each row that samples, by sequence id."""
-        self._residents.step_done(rows, sampled)
+    def may_repeat(self, rows: Rows) -> bool:
+        """Whether decode rows of the same sequences may run behind the step of `rows`; their pages are theirs then. As
+        `follow`, without a plan: nobody came or went since those rows were planned, and nothing else is to be done.
+        """
+        view = self._view
+        if rows.sequences is not view.decoding.sequences or not planner.is_quiet(view):
+            return False
+        if view.waiting and view.waiting[0].waiting_since_ms is None:
+            return False  # a plan has to note when it came to the head
+        return self._residents.have_pages_again(rows.sequences)
+
+    def step_done(self, rows: Rows, picked: List[int]) -> None:
+        """The step ran. `picked`: the next token of each row that samples, in their order."""
+        self._residents.step_done(rows, picked)
 
     # Landings
 

@@ -63,20 +63,47 @@ class Rows(Items[Row]):
     it. `columns` is the quick way to read them all. Nobody but who makes them changes them.
     """
 
-    __slots__ = ("lengths", "samples", "sequences", "starts")
+    __slots__ = ("_first_starts", "_num_steps", "lengths", "samples", "sequences")
 
     def __init__(self, decoding: Iterable[Sequence] = ()) -> None:
         """Decode rows of these sequences: one token each."""
-        self.sequences = list(decoding)
-        self.starts = [each.num_computed for each in self.sequences]
-        self.lengths = [1] * len(self.sequences)
-        self.samples = [True] * len(self.sequences)
+        self._set_decoding(list(decoding))
+
+    def _set_decoding(self, sequences: list[Sequence]) -> None:
+        self.sequences = sequences
+        self._first_starts = [each.num_computed for each in sequences]
+        self._num_steps = 0  # steps since rows with those starts
+        self.lengths = [1] * len(sequences)
+        self.samples = [True] * len(sequences)
+
+    @classmethod
+    def of(cls, sequences: list[Sequence]) -> Rows:
+        """Decode rows of these sequences, with that list itself as their column. No row is added to them."""
+        rows = cls()
+        rows._set_decoding(sequences)
+        return rows
+
+    def behind(self) -> Rows:
+        """The decode rows of the same sequences behind these, which are decode rows, too."""
+        rows = Rows()
+        rows.sequences, rows.lengths, rows.samples = self.sequences, self.lengths, self.samples
+        rows._first_starts, rows._num_steps = self._first_starts, self._num_steps + 1
+        return rows
+
+    @property
+    def starts(self) -> list[int]:
+        """Worked out when somebody asks; in the steady state nobody does."""
+        if self._num_steps:
+            self._first_starts = [start + self._num_steps for start in self._first_starts]
+            self._num_steps = 0
+        return self._first_starts
 
     def following(self, places: list[int]) -> Rows:
         """The decode rows behind those at `places`."""
         rows = Rows()
+        starts = self.starts
         rows.sequences = [self.sequences[place] for place in places]
-        rows.starts = [self.starts[place] + self.lengths[place] for place in places]
+        rows._first_starts = [starts[place] + self.lengths[place] for place in places]
         rows.lengths = [1] * len(places)
         rows.samples = [True] * len(places)
         return rows
@@ -85,7 +112,7 @@ class Rows(Items[Row]):
         """Decode rows of these, too."""
         other = Rows(sequences)
         self.sequences += other.sequences
-        self.starts += other.starts
+        self.starts.extend(other.starts)
         self.lengths += other.lengths
         self.samples += other.samples
 

@@ -46,6 +46,11 @@ NUM_SHARERS = 4  # of the waiting that are passed, looked at with what they shar
 
 def plan(view: View, now_ms: float, room: Room) -> Plan:
     """What to do now. The plan's parks are taken off a copy of `room`."""
+    return Plan(rows=Rows.of(view.decoding.sequences)) if is_quiet(view) else decide(view, now_ms, room)
+
+
+def decide(view: View, now_ms: float, room: Room) -> Plan:
+    """The same where it is not known beforehand that nothing is to be done."""
     draft = _Draft(view, now_ms, replace(room))
     limits = view.limits
     if limits.is_parking_on and limits.preempt_every:
@@ -57,6 +62,17 @@ def plan(view: View, now_ms: float, room: Room) -> Plan:
     if view.waiting and view.free_slots and not draft.is_restore_due:
         draft.admit()
     return draft.finish()
+
+
+def is_quiet(view: View) -> bool:
+    """All who run decode, and a plan would do nothing beside: neither park, evict, bring back, admit nor refuse."""
+    if not view.running or len(view.decoding) != len(view.running) or view.debt > view.pool.num_available:
+        return False
+    if view.parked or view.oversized or (view.waiting and view.free_slots):
+        return False
+    if view.limits.preempt_every and view.limits.is_parking_on:
+        return False
+    return not view.short or view.debt <= view.pool.num_free
 
 
 class _Draft:
@@ -131,7 +147,7 @@ class _Draft:
             queue.insert(0, head)
         reserve = self._entry_reserve()
         view = self._view
-        prompts = [each for id, each in view.running.items() if id not in view.decoding and id not in self._gone]
+        prompts = [each for id, each in view.running.items() if id not in view.decoding.by_id and id not in self._gone]
         computing = [(each, each.num_computed) for each in prompts if each.cache_node is not None]
         for sequence in queue:
             if sequence is not head and self._is_being_computed(sequence, computing):
@@ -335,13 +351,13 @@ class _Draft:
         """Decode rows, then prompt chunks within `batch_tokens`."""
         view = self._view
         if not self._gone and self._debt <= self._available:
-            rows = Rows(view.decoding.values())
+            rows = Rows(view.decoding.sequences)
             if len(rows) < len(view.running) or self._entered:
-                self._add_chunks(rows, [each for each in view.running.values() if each.id not in view.decoding])
+                self._add_chunks(rows, [each for each in view.running.values() if each.id not in view.decoding.by_id])
             return rows
         order = self._row_order()
-        rows = Rows(each for each in order if each.id in view.decoding)
-        self._add_chunks(rows, [each for each in order if each.id not in view.decoding])
+        rows = Rows(each for each in order if each.id in view.decoding.by_id)
+        self._add_chunks(rows, [each for each in order if each.id not in view.decoding.by_id])
         return rows
 
     def _add_chunks(self, rows: Rows, prompts: list[Sequence]) -> None:

@@ -12,9 +12,10 @@ reader and cache entry are gone; nothing else frees a page. That is the whole li
 pages out of everyone's hands until it lands (R13, R15).
 
 Free pages are kept as gaps: start -> length and end -> start, so that freeing merges with both neighbours in O(1),
-and a heap of gaps by size, whose outdated entries are dropped when they surface. A sequence grows into the page next
-to its last one while that is free; otherwise, and for a new sequence, pages come from the middle of the largest gap,
-so that the sequence before the gap keeps room to grow and sequences growing side by side leave few runs (R16).
+and a heap of gaps by size, whose outdated entries are dropped, or put right, when they surface. A sequence grows into
+the page next to its last one while that is free; otherwise, and for a new sequence, pages come from the middle of the
+largest gap, so that the sequence before the gap keeps room to grow and sequences growing side by side leave few runs
+(R16).
 
 Small pages are handed out in aligned blocks of `block_len`, best a power of two. What a sequence has not filled of its
 last block is as free as any page, and counted so, but others take it only when no whole block is free; then halves of
@@ -26,7 +27,7 @@ Not handled here: which page to evict (prefix.py), whom to park (planner.py), th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 
 
 class Pool:
@@ -187,15 +188,24 @@ class Pool:
             negative_size, negative_blocks, start, length = self._largest[0]
             if self._gap_len.get(start) == length:
                 return -negative_size, -negative_blocks, start
-            heappop(self._largest)
+            end = start + length
+            rest = self._gap_start.get(end, start)
+            if rest > start:  # its front was taken since, which made it no larger
+                heapreplace(self._largest, self._rank(rest, end - rest))
+            else:
+                heappop(self._largest)
 
     def _take(self, start: int, offset: int, count: int, pages: list[int]) -> None:
         """Up to `count` pages from `offset` on, out of the gap at `start`, appended to `pages`."""
         length = self._gap_len.pop(start)
-        del self._gap_start[start + length]
         count = min(count, length - offset)
         first = start + offset
         pages.extend(range(first, first + count))
+        if not offset and count < length:  # as ever when a sequence grows: the heap need not know yet
+            self._gap_len[first + count] = length - count
+            self._gap_start[start + length] = first + count
+            return
+        del self._gap_start[start + length]
         if offset:
             self._add_gap(start, offset)
         if offset + count < length:

@@ -1,13 +1,16 @@
 """The residents: the sequences whose pages are in the pool. What they hold, and what their next steps want.
 
 The ledger calls this, nobody else. In the steady state a step costs each sequence the append of its token; its pages,
-debts and cache entries are looked at only where its tokens or a runway enter a page (`_count_pages`).
+debts and cache entries are looked at only where its tokens or a runway enter a page (`_enter_page`). While the same
+sequences decode, step after step, `Visits` knows which those are, and nobody asks the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
 
+from pyserve.decoding import Visits
 from pyserve.plan import Rows
 from pyserve.prefix import Node
 from pyserve.sequence import Sequence, State
@@ -24,35 +27,40 @@ class Residents:
         self._view = view
         self.num_evicted = 0  # pages, ever
         self.evicted_ahead = EVICTED_AHEAD
+        self._visits = Visits([])  # of those in the last step
 
     def start(self, sequence: Sequence) -> None:
         sequence.state = State.RUNNING
         self._view.running[sequence.id] = sequence
-        self._count_pages(sequence)
+        self._look_at(sequence)
 
     def stop(self, sequence: Sequence) -> None:
         view, id = self._view, sequence.id
         del view.running[id]
-        view.decoding.pop(id, None)
+        view.decoding.discard(id)
         view.short.pop(id, None)
         view.debt -= sequence.debt
         view.entry_debt -= sequence.entry_debt
         sequence.debt = sequence.entry_debt = 0
 
-    def _count_pages(self, sequence: Sequence) -> None:
-        """Looks at a running sequence whose tokens entered a page, or that stands elsewhere than one step ago."""
-        view, id = self._view, sequence.id
+    def _look_at(self, sequence: Sequence) -> None:
+        """Looks at a running sequence that stands elsewhere than one step ago."""
+        if sequence.num_pending == 1:
+            self._view.decoding.add(sequence)
+        else:
+            self._view.decoding.discard(sequence.id)
+        self._enter_page(sequence)
+
+    def _enter_page(self, sequence: Sequence) -> None:
+        """Looks at a running sequence whose tokens, or a runway of whom, may have entered a page."""
+        view = self._view
         num_tokens = len(sequence.tokens)
         sequence.next_count_len = view.next_count_len(num_tokens)
         self._register(sequence)
-        if num_tokens - sequence.num_computed == 1:
-            view.decoding[id] = sequence
-        else:
-            view.decoding.pop(id, None)
-        if num_tokens > self._view.limits.context_len:
-            view.oversized[id] = sequence
+        if num_tokens > view.limits.context_len:
+            view.oversized[sequence.id] = sequence
         elif view.is_short(sequence):
-            view.short[id] = sequence
+            view.short[sequence.id] = sequence
         self._set_debts(sequence)
 
     def _set_debts(self, sequence: Sequence) -> None:
@@ -64,37 +72,69 @@ class Residents:
 
     def have_pages(self, rows: Rows) -> bool:
         """Gives every decode row of `rows`, to run behind the step that runs, its page. False: one finds none."""
-        size, pool = self._view.limits.page_size, self._view.pool
+        size = self._view.limits.page_size
         starts = zip(rows.sequences, rows.starts, strict=True)
-        full = [sequence for sequence, start in starts if start >= len(sequence.pages) * size]
-        if len(full) > pool.num_available:
+        return self._add_pages([sequence for sequence, start in starts if start >= len(sequence.pages) * size])
+
+    def have_pages_again(self, sequences: list[Sequence]) -> bool:
+        """The same for all of those who decode in the step that runs."""
+        size = self._view.limits.page_size
+        candidates = self._visits.next() if sequences is self._visits.sequences else sequences
+        return self._add_pages([each for each in candidates if len(each.tokens) >= len(each.pages) * size])
+
+    def _add_pages(self, sequences: list[Sequence]) -> bool:
+        """One for each, or none at all."""
+        if len(sequences) > self._view.pool.num_available:
             return False
-        for sequence in full:
+        view = self._view
+        for sequence in sequences:
             self._extend(sequence, len(sequence.pages) + 1)
-            self._set_debts(sequence)
+            if sequence.debt:
+                sequence.debt -= 1
+                view.debt -= 1
+            if sequence.entry_debt:
+                sequence.entry_debt -= 1
+                view.entry_debt -= 1
         return True
 
-    def step_done(self, rows: Iterable[tuple[Sequence, int, int, bool]], sampled: Mapping[int, int]) -> None:
-        """The tokens of `rows` are computed; `sampled` has the next ones, by sequence id."""
-        running = State.RUNNING
-        decoding = self._view.decoding
-        for sequence, start, length, samples in rows:
-            id = sequence.id
-            if samples and id in decoding and id in sampled:  # the steady state, and all that it costs
-                tokens = sequence.tokens
-                tokens.append(sampled[id])
+    def step_done(self, rows: Rows, picked: Items[int]) -> None:
+        """The tokens of `rows` are computed; `picked` has the next one of each row that samples."""
+        sequences = rows.sequences
+        if sequences is self._visits.sequences and sequences is self._view.decoding.sequences:
+            self._decoded(sequences, picked)
+        else:  # somebody came or went, or the step before this one was not of the same rows
+            self._row_by_row(rows, picked)
+            self._visits = Visits(sequences)
+
+    def _decoded(self, sequences: list[Sequence], picked: Items[int]) -> None:
+        """The steady state, and all that it costs."""
+        due = self._visits.advance()
+        for sequence, token in zip(sequences, picked, strict=True):
+            sequence.tokens.append(token)
+            sequence.num_computed += 1
+        for sequence in due:
+            self._enter_page(sequence)
+        self._visits.add(due)
+
+    def _row_by_row(self, rows: Rows, picked: Items[int]) -> None:
+        tokens = iter(picked)
+        decoding = self._view.decoding.by_id
+        for sequence, start, length, samples in rows.columns():
+            token = next(tokens) if samples else None
+            if token is not None and sequence.id in decoding:
+                sequence.tokens.append(token)
                 sequence.num_computed = start + 1
-                if len(tokens) >= sequence.next_count_len:
-                    self._count_pages(sequence)
-            elif sequence.state is running:
-                self._advance(sequence, start + length, sampled.get(id) if samples else None)
+                if len(sequence.tokens) >= sequence.next_count_len:
+                    self._enter_page(sequence)
+            elif sequence.state is State.RUNNING:
+                self._advance(sequence, start + length, token)
 
     def _advance(self, sequence: Sequence, num_computed: int, token: int | None) -> None:
         """A prompt chunk, or a row whose token nobody wants."""
         sequence.num_computed = num_computed
         if token is not None:
             sequence.tokens.append(token)
-        self._count_pages(sequence)
+        self._look_at(sequence)
 
     def adopt(self, sequence: Sequence, chain: list[Node], num_pages: int) -> list[Node]:
         """Up to `num_pages` in all, it takes the pages that those bring who were restored just before it (R11).

@@ -4,7 +4,8 @@
 `prepare` made, plus token lists that nobody changes before the step has been awaited.
 
 A step of plain rows may be followed: `prepare_next` makes the decode step behind it while it runs, its tokens still
-unknown, and the program goes from the one to the other without waiting for the event loop.
+unknown, and the program goes from the one to the other without waiting for the event loop. In the steady state the
+sequences are those of the step that runs, and so is all that is not counted on: `repeat` makes such a step from it.
 """
 
 from __future__ import annotations
@@ -25,15 +26,21 @@ from pyserve.types import TokenLogprobs
 
 @dataclass(slots=True)
 class Step:
-    """One step, ready to run. `ids[i]` is the sequence of sample i, whose logits are row `sample_at[i]` of them."""
+    """One step, ready to run. The logits of sample i are row `sample_at[i]` of them. Not changed once it is made: the
+    program reads its tensors, and the step behind it may share them.
+    """
 
     rows: Rows
-    ids: list[int]
     batch: StepBatch
     sample_at: list[int]
     sampling: Sampling
     scored: list[tuple[Row, int]] = field(default_factory=list)  # rows whose prompt is scored, their first logits row
     sources: torch.Tensor | None = None  # int32 [T]: the sample rows of the step before that pick its tokens, or -1
+
+    @property
+    def ids(self) -> list[int]:
+        """The sequences of its samples."""
+        return [sequence.id for sequence, _, _, samples in self.rows.columns() if samples]
 
     @property
     def is_plain(self) -> bool:
@@ -43,9 +50,9 @@ class Step:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step gave, by sequence id: the tokens sampled, and the log-probabilities that were asked for."""
+    """What a step gave: the token of each of its samples, in order, and by sequence id what else was asked for."""
 
-    tokens: dict[int, int]
+    picked: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # of those tokens
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
@@ -69,15 +76,18 @@ class _Slots:
         for sequence, slot in zip(sequences, slots, strict=True):
             pages = sequence.pages
             if known[slot] is not pages or num_written[slot] != len(pages):
-                self._update(slot, sequence)
+                self.update_one(sequence, slot)
 
-    def _update(self, slot: int, sequence: Sequence) -> None:
+    def update_one(self, sequence: Sequence, slot: int) -> None:
         pages = sequence.pages
         if self._pages[slot] is not pages:
             self._pages[slot] = pages
             self._num_written[slot] = 0
         num_written = self._num_written[slot]
-        self.table[slot, num_written : len(pages)] = pages[num_written:]
+        if len(pages) == num_written + 1:  # as ever when it has grown
+            self.table[slot, num_written] = pages[-1]
+        else:
+            self.table[slot, num_written : len(pages)] = pages[num_written:]
         self._num_written[slot] = len(pages)
         if self._tokens[slot] is not sequence.tokens:
             self._tokens[slot] = sequence.tokens
@@ -100,7 +110,8 @@ class Runner:
         positions: list[int] = []
         token_slots: list[int] = []
         sample_rows: list[int] = []
-        sampling: list[tuple[int, int, int]] = []  # id, slot, number of tokens then
+        sampling_slots: list[int] = []
+        lens: list[int] = []  # tokens that each has when it samples
         sample_at: list[int] = []
         scored: list[tuple[Row, int]] = []
         for (sequence, start, length, samples), slot in zip(rows.columns(), slots, strict=True):
@@ -120,7 +131,8 @@ class Runner:
                 sample_rows.append(len(tokens) - 1)
             if samples:
                 sample_at.append(len(sample_rows) - 1)
-                sampling.append((sequence.id, slot, start + length))
+                sampling_slots.append(slot)
+                lens.append(start + length)
         batch = StepBatch(
             tokens=_int32(tokens),
             positions=_int32(positions),
@@ -128,9 +140,8 @@ class Runner:
             page_table=self._slots.tensor,
             sample_rows=_int32(sample_rows),
         )
-        ids, sampling_slots, lens = ([*column] for column in zip(*sampling, strict=True)) if sampling else ([], [], [])
         how = self._slots.sampling.take(sampling_slots, lens, is_scored=bool(scored))
-        return Step(rows, ids, batch, sample_at, how, scored)
+        return Step(rows, batch, sample_at, how, scored)
 
     def _slots_of(self, rows: Rows) -> list[int]:
         slots: list[int] = [each.slot for each in rows.sequences]  # type: ignore[misc]  # whoever runs has one
@@ -155,9 +166,24 @@ class Runner:
             page_table=self._slots.tensor,
             sample_rows=self._places[:num_rows],
         )
-        ids = [each.id for each in rows.sequences]
         sampling = self._slots.sampling.take(slots, positions + 1)
-        return Step(rows, ids, batch, [*range(num_rows)], sampling, sources=_int32(sources))
+        return Step(rows, batch, [*range(num_rows)], sampling, sources=_int32(sources))
+
+    def repeat(self, step: Step) -> Step:
+        """The decode step of the same sequences behind `step`, a plain decode step that runs: what `prepare_next` makes
+        of all its rows in their order. Since it was prepared all have stayed in their slots and kept their pages.
+
+        So slots and ways of sampling are as they were, and only a row that enters a page has a new entry in the table.
+        """
+        rows, before = step.rows.behind(), step.batch
+        positions = before.positions.numpy() + 1
+        for row in (positions % self._kv.page_size == 0).nonzero()[0].tolist():
+            sequence = rows.sequences[row]
+            assert sequence.slot is not None
+            self._slots.update_one(sequence, sequence.slot)
+        places = before.sample_rows  # 0, 1, 2 and so on: each row samples
+        batch = StepBatch(places, torch.from_numpy(positions), before.sequences, before.page_table, places)
+        return Step(rows, batch, step.sample_at, step.sampling.next(), sources=places)
 
     def _known_tokens(self, rows: Rows, sources: list[int]) -> torch.Tensor:
         """Those of the rows without a source; any will do for the others."""
@@ -185,7 +211,7 @@ class Runner:
 
     def collect(self, step: Step) -> StepResult:
         """The result of the step that was started first. Raises RuntimeError or ValueError when it failed."""
-        return StepResult(dict(zip(step.ids, self._program.collect().tolist(), strict=True)))
+        return StepResult(self._program.collect().tolist())
 
     def run(self, step: Step) -> StepResult:
         """Run any prepared step, log-probabilities included, in the calling thread.
@@ -194,13 +220,12 @@ class Runner:
         """
         logits = self._program.run(step.batch, self._kv.tensor)  # [samples, vocab]
         prompt_logprobs = {row.sequence.id: _score(logits, row, first) for row, first in step.scored}
-        if not step.ids:
-            return StepResult({}, {}, prompt_logprobs)
+        if not step.sample_at:
+            return StepResult([], {}, prompt_logprobs)
         wanted = logits if len(step.sample_at) == logits.shape[0] else logits[torch.tensor(step.sample_at)]
-        sampled = dict(zip(step.ids, sample(wanted, step.sampling.requests, self._program.sample), strict=True))
-        tokens = {id: each.token for id, each in sampled.items()}
-        logprobs = {id: each.logprobs for id, each in sampled.items() if each.logprobs is not None}
-        return StepResult(tokens, logprobs, prompt_logprobs)
+        sampled = sample(wanted, step.sampling.requests, self._program.sample)
+        logprobs = {id: each.logprobs for id, each in zip(step.ids, sampled, strict=True) if each.logprobs is not None}
+        return StepResult([each.token for each in sampled], logprobs, prompt_logprobs)
 
 
 def _score(logits: torch.Tensor, row: Row, first: int) -> list[TokenLogprobs]:

@@ -12,6 +12,9 @@ import torch
 from pyserve.ops import Weighing
 from pyserve.sampler import SampleRequest
 
+_ONE_TOKEN = torch.tensor([0, 0, 1])  # more, in a row of `whole`
+_NO_BANS = torch.empty((0, 2), dtype=torch.int64)
+
 
 @dataclass(slots=True)
 class Sampling:
@@ -26,9 +29,15 @@ class Sampling:
     whole: torch.Tensor
     is_plain: bool
 
+    def next(self) -> Sampling:
+        """Of the same rows, each with a token more."""
+        return Sampling(self.requests, self.real, self.whole + _ONE_TOKEN, self.is_plain)
+
     def bans(self, vocab_size: int) -> torch.Tensor:
         """(row, token id) of what cannot be picked, int64 [n, 2]."""
-        lens = self.whole[:, 2].tolist() if self.requests else []
+        if not self.requests:
+            return _NO_BANS
+        lens = self.whole[:, 2].tolist()
         bans = [
             (row, token)
             for row, (request, num_tokens) in enumerate(zip(self.requests, lens, strict=True))

@@ -65,6 +65,10 @@ class Steps:
         """
         return self.start(self._runner.prepare_next(rows, sources))
 
+    def repeat(self, begun: Begun) -> Begun:
+        """The decode step of the same sequences behind `begun`, a decode step that runs."""
+        return self.start(self._runner.repeat(begun.step))
+
     def can_start_behind(self, begun: Begun) -> bool:
         """Every row of `begun` samples, in the program's thread, and the program takes a second step."""
         has_failed = begun.done.done() and begun.done.exception() is not None

@@ -12,6 +12,12 @@ from pyserve.types import SequenceStats, TokenLogprobs
 log = logging.getLogger("pyserve.park")
 
 
+def end_len_of(sequence: Sequence, context_len: int) -> int:
+    """The number of tokens at which it is over for its length, in a context of so many."""
+    max_tokens = sequence.request.max_tokens
+    return context_len + 1 if max_tokens is None else min(context_len + 1, sequence.prompt_len + max_tokens)
+
+
 @dataclass(slots=True)
 class Task:
     """One sequence from submit to end. Times are time.monotonic() in seconds; 0 means not yet."""
@@ -20,16 +26,21 @@ class Task:
     generation: Generation
     request_id: str
     submitted_s: float
+    end_len: int  # number of tokens at which its sequence is over
     started_s: float = 0.0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
-    num_sent: int = 0  # tokens sent to the client
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     n_preempt: int = 0
     preempted_at_s: float = 0.0
     preempted_s: float = 0.0
     _park_reason: str = ""
     _free_before: int = 0
+
+    @property
+    def num_sent(self) -> int:
+        """Tokens sent to the client. One to stop at is not, but then this is over."""
+        return self.sequence.num_generated
 
     @property
     def is_preempted(self) -> bool:

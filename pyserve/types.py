@@ -235,6 +235,13 @@ class Counters:
     # queue_s, ttft_s, inter_token_s, e2e_s, step_s, preempted_s, park_copy_s, restore_copy_s
     histograms: dict[str, Histogram] = field(default_factory=dict)
 
+    def count_step(self, num_rows: int, longest_len: int, step_s: float) -> None:
+        """A step of so many sequences, the longest of them with so many tokens."""
+        self.steps += 1
+        self.busy_slots += num_rows
+        self.longest_sequence = max(self.longest_sequence, longest_len)
+        self.observe("step_s", step_s)
+
     def observe(self, name: str, value_s: float, count: int = 1) -> None:
         """Count a value, in seconds, in the histogram of that name."""
         histogram = self.histograms.get(name)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from pyserve.decoding import Decoding
 from pyserve.plan import Limits
 from pyserve.policy import Policy
 from pyserve.pool import Pool
@@ -72,7 +73,7 @@ class View:
     live: dict[int, Sequence] = field(default_factory=dict)  # submitted and not ended
     waiting: deque[Sequence] = field(default_factory=deque)
     running: dict[int, Sequence] = field(default_factory=dict)
-    decoding: dict[int, Sequence] = field(default_factory=dict)  # running ones that have one token to compute
+    decoding: Decoding = field(default_factory=Decoding)  # running ones that have one token to compute
     short: dict[int, Sequence] = field(default_factory=dict)  # running ones without a page for their last token
     preempting: dict[int, Sequence] = field(default_factory=dict)
     parked: dict[int, Sequence] = field(default_factory=dict)
@@ -145,9 +146,16 @@ class View:
 
     def debts_of(self, sequence: Sequence) -> tuple[int, int]:
         """Pages that its next step and runway need beyond those it holds, and those with the runway of an entry."""
-        held = len(sequence.pages)
-        debt = self.wanted_pages(sequence, self.pressure_runway) - held
-        entry_debt = self.wanted_pages(sequence, self.entry_runway) - held
+        limits, num_tokens, held = self.limits, len(sequence.tokens), len(sequence.pages)
+        size = limits.page_size
+        most_cells = sequence.max_cells if sequence.max_cells > num_tokens else num_tokens
+        most = -(-most_cells // size)  # as wanted_pages, twice; the comparisons are quicker than min and max
+        if most > limits.num_pages:
+            most = limits.num_pages
+        wanted = -(-(num_tokens + self.pressure_runway) // size)
+        entry_wanted = -(-(num_tokens + self.entry_runway) // size)
+        debt = (wanted if wanted < most else most) - held
+        entry_debt = (entry_wanted if entry_wanted < most else most) - held
         return debt if debt > 0 else 0, entry_debt if entry_debt > 0 else 0
 
     def is_short(self, sequence: Sequence) -> bool:

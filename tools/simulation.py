@@ -218,13 +218,12 @@ class Simulation:
         costs, outcome = self._costs, self.outcome
         rows = plan.rows
         num_tokens = sum(rows.lengths)
-        sampled = {each.id: 0 for each, samples in zip(rows.sequences, rows.samples, strict=True) if samples}
-        num_rows = len(sampled)
+        num_rows = sum(rows.samples)
         step_ms = costs.step_ms + costs.row_ms * num_rows + costs.token_ms * (num_tokens - num_rows)
         self._now_ms += step_ms
         outcome.num_steps += 1
         outcome.held_page_ms += step_ms * self._ledger.held_pages
-        self._ledger.step_done(rows.columns(), sampled)
+        self._ledger.step_done(rows, [0] * num_rows)
         now_ms, last = self._now_ms, self._last_token_ms
         gaps: Counter[float] = Counter()  # most are one step
         for sequence, samples in zip(rows.sequences, rows.samples, strict=True):

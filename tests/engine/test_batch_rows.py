@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as Items
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -172,3 +173,37 @@ def test_rows_that_stay_are_the_same_whichever_rows_go() -> None:
         num_narrowed += 0 < len(kept) < len(rows)
         num_scored += len(narrowed.scored)
     assert num_narrowed > NUM_BATCHES // 3 and num_scored > NUM_BATCHES // 10, "the batches were worth looking at"
+
+
+def test_a_step_of_the_same_rows_is_what_it_would_be_if_it_were_made_anew() -> None:
+    """With new pages for whoever enters one, reserved long before or allocated just now."""
+    dice = random.Random(2)
+    num_entered = 0
+    for _ in range(300):
+        kv = cast(KvStore, SimpleNamespace(page_size=PAGE_SIZE))
+        runners = [Runner(cast(Program, None), kv, num_slots=NUM_SLOTS, pages_per_sequence=WIDTH) for _ in range(2)]
+        residents = [new_sequence(dice, slot, slot) for slot in range(NUM_SLOTS)]
+        rows = Rows(dice.sample(residents, dice.randint(1, NUM_SLOTS)))
+        rows = columns([Row(each, len(each.tokens) - 1, 1, True) for each in rows.sequences])
+        repeated, anew = (runner.prepare(rows) for runner in runners)
+        for _ in range(dice.randrange(1, 3 * PAGE_SIZE)):
+            for each in residents:
+                add_token(each)
+                add_pages(dice, each)
+            num_entered += sum(len(each.tokens) % PAGE_SIZE == 1 for each in rows.sequences)
+            repeated = runners[0].repeat(repeated)
+            anew = runners[1].prepare_next(anew.rows.behind(), [*range(len(rows))])
+            assert_same_step(repeated, anew, rows.sequences)
+    assert num_entered > 1000
+
+
+def assert_same_step(one: Step, other: Step, sequences: Items[Sequence]) -> None:
+    assert one.rows == other.rows and one.ids == other.ids and one.sample_at == other.sample_at
+    for name in ("positions", "sequences", "sample_rows"):
+        assert torch.equal(getattr(one.batch, name), getattr(other.batch, name)), name
+    assert one.sources is not None and other.sources is not None and torch.equal(one.sources, other.sources)
+    for each in sequences:
+        num_pages = -(-len(each.tokens) // PAGE_SIZE)
+        assert one.batch.page_table[each.slot, :num_pages].tolist() == each.pages[:num_pages]
+    assert torch.equal(one.sampling.real, other.sampling.real) and torch.equal(one.sampling.whole, other.sampling.whole)
+    assert [each.params for each in one.sampling.requests] == [each.params for each in other.sampling.requests]

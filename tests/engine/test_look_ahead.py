@@ -17,7 +17,7 @@ import pytest
 from pyserve.engine import Engine
 from pyserve.handle import EngineHandle
 from pyserve.models.load import Model, load
-from pyserve.runner import Runner
+from pyserve.runner import Runner, Step
 from pyserve.serving import build_engine
 from pyserve.settings import Settings
 from pyserve.types import Finished, SamplingParams, SequenceRequest, Token
@@ -43,7 +43,7 @@ def one_step_at_a_time(model: Model) -> Iterator[None]:
 
 
 @pytest.fixture
-def num_ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def num_ahead(monkeypatch: pytest.MonkeyPatch, num_repeated: list[int]) -> list[int]:
     """The number of rows of every step that was started behind another."""
     counts: list[int] = []
     prepare_next = Runner.prepare_next
@@ -53,7 +53,21 @@ def num_ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return prepare_next(self, rows, sources)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Runner, "prepare_next", counted)
+    repeat = Runner.repeat
+
+    def counted_again(self: Runner, step: Step) -> Step:
+        counts.append(len(step.rows))
+        num_repeated.append(len(step.rows))
+        return repeat(self, step)
+
+    monkeypatch.setattr(Runner, "repeat", counted_again)
     return counts
+
+
+@pytest.fixture
+def num_repeated() -> list[int]:
+    """Of those that were made from the step before them."""
+    return []
 
 
 def random_request(source: random.Random) -> SequenceRequest:
@@ -88,7 +102,9 @@ def seen(outcome: Outcome) -> object:
     return outcome.tokens, outcome.finished.reason
 
 
-def test_tokens_and_endings_are_those_of_one_step_at_a_time(model: Model, num_ahead: list[int]) -> None:
+def test_tokens_and_endings_are_those_of_one_step_at_a_time(
+    model: Model, num_ahead: list[int], num_repeated: list[int]
+) -> None:
     source = random.Random(3)
     num_parks = 0
     for _ in range(NUM_WORKLOADS):
@@ -111,6 +127,7 @@ def test_tokens_and_endings_are_those_of_one_step_at_a_time(model: Model, num_ah
         assert [seen(outcome) for outcome in together.outcomes] == [seen(outcome) for outcome in alone]
     assert num_parks > 50
     assert len(num_ahead) > 500 and max(num_ahead) > 3
+    assert len(num_repeated) > 500 and max(num_repeated) > 3
 
 
 def test_a_full_pool_is_met_as_early_as_without(model: Model, num_ahead: list[int]) -> None:

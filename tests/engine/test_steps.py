@@ -41,16 +41,14 @@ class HeldRunner:
         self._num_collected += 1
         if self._num_collected in self._failing:
             raise RuntimeError("the step failed")
-        return StepResult({})
+        return StepResult([])
 
     def end(self, count: int) -> None:
         os.write(self._writer, b"x" * count)
 
 
 def plain_step() -> Step:
-    return Step(
-        Rows(), [], cast(Any, None), [], SlotSampling(1).take([], np.empty(0, np.int32)), sources=torch.empty(0)
-    )
+    return Step(Rows(), cast(Any, None), [], SlotSampling(1).take([], np.empty(0, np.int32)), sources=torch.empty(0))
 
 
 @pytest.mark.parametrize("failing", [(), (1,), (2,), (1, 2)])
@@ -78,7 +76,7 @@ def test_a_step_with_log_probabilities_is_waited_for_too() -> None:
     class SlowRunner(HeldRunner):
         def run(self, step: Step) -> StepResult:
             is_let_through.wait(10)
-            return StepResult({})
+            return StepResult([])
 
     async def scenario() -> tuple[bool, bool]:
         steps = Steps(cast(Runner, SlowRunner()))

@@ -288,14 +288,14 @@ class Driver:
         assert len({row.sequence.id for row in rows}) == len(rows), "a sequence has two rows"
         chunks = [row.length for row in rows if row.sequence.num_pending > 1]
         assert sum(chunks) <= self.limits.batch_tokens, "more prompt tokens than a step takes"
-        sampled = {}
+        picked = []
         for row in rows:
             self._compute(row)
             if row.samples:
-                sampled[row.sequence.id] = next_token(row.sequence.tokens)
+                picked.append(next_token(row.sequence.tokens))
         if rows:
             self.num_steps += 1
-        self.ledger.step_done(rows, sampled)
+        self.ledger.step_done(rows, picked)
         for row in rows:
             self._end_at_length(row.sequence)
 

@@ -45,7 +45,7 @@ def test_cached_prompts_give_way_a_stretch_at_a_time_and_no_more_than_a_sixteent
         ledger.submit([sequence])
         for step in range(4):
             plan = ledger.apply(ledger.plan(float(step), 0), float(step))
-            ledger.step_done(plan.rows, {row.sequence.id: 7 for row in plan.rows if row.samples})
+            ledger.step_done(plan.rows, [7 for row in plan.rows if row.samples])
         if id == 0:
             ledger.finish(sequence, 0.0)
     assert ledger.cached_pages + ledger.free_pages == 160 - len(sequence.pages)
@@ -62,7 +62,7 @@ def test_of_many_small_cached_pages_only_so_many_give_way_at_once() -> None:
     for step in range(100):
         plan = ledger.apply(ledger.plan(float(step), 0), float(step))
         num_evicted.append(plan.num_evictions)
-        ledger.step_done(plan.rows, {row.sequence.id: 7 for row in plan.rows if row.samples})
+        ledger.step_done(plan.rows, [7 for row in plan.rows if row.samples])
         if len(ledger.running()) and step == 30:
             ledger.finish(next(each for each in ledger.running() if each.id == 0), float(step))
     assert 0 < max(num_evicted) <= EVICTED_AT_ONCE + 64

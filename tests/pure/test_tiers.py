@@ -61,7 +61,7 @@ def parked_out(ledger: Ledger) -> Sequence:
     """One of two sequences, with its copy out in flight."""
     plan = ledger.plan(0.0, 100)
     ledger.apply(plan, 0.0)
-    ledger.step_done(plan.rows, {row.sequence.id: 1 for row in plan.rows})
+    ledger.step_done(plan.rows, [1] * len(plan.rows))
     plan = ledger.apply(ledger.plan(1.0, 100), 1.0)
     return plan.parks[0].sequence
 
