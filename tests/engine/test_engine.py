@@ -11,6 +11,7 @@ from pyserve.engine import Engine
 from pyserve.errors import ContextExceeded, InvalidRequest, PoolExhausted, StepFailed, Unavailable
 from pyserve.handle import EngineHandle
 from pyserve.models.load import Model
+from pyserve.runner import Step, StepResult
 from pyserve.serving import build_engine
 from pyserve.settings import Settings
 from pyserve.types import FinishReason, SamplingParams, SequenceRequest, Token
@@ -151,6 +152,35 @@ def test_a_failed_step_ends_its_own_sequences_and_the_server_goes_on(tiny_model:
         await handle.stop()
 
     asyncio.run(scenario())
+
+
+def test_a_failed_step_does_not_end_those_who_are_parked(tiny_model: Model, caplog: pytest.LogCaptureFixture) -> None:
+    chats = four_chats(SEEDED)
+    in_step: set[int] = set()
+
+    def prepare(engine: Engine) -> None:
+        real = engine._runner.collect
+
+        def failing(step: Step) -> StepResult:
+            result = real(step)
+            if not in_step and engine._ledger.parked():
+                in_step.update(step.ids)
+                raise RuntimeError("the device is on fire")
+            return result
+
+        engine._runner.collect = failing  # type: ignore[method-assign]
+
+    result = run(tiny_model, [[c] for c in chats], ctx_size=256, parallel=4, page_size=4, prepare=prepare)
+    assert 0 < len(in_step) < 4
+    for number, (outcome, chat) in enumerate(zip(result.outcomes, chats, strict=True)):
+        if number in in_step:
+            assert isinstance(outcome.error, StepFailed) and "on fire" in str(outcome.error)
+        else:
+            assert outcome.tokens == alone(tiny_model, chat)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        f"a step of {len(in_step)} sequences failed: the device is on fire"
+    ]
+    assert_clean(result)
 
 
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(tiny_model: Model) -> None:

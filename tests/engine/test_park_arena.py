@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyserve.host_arena import Extent, HostArena, allocate_slab
+from pyserve.host_arena import Extent, HostArena, SlabMaker, allocate_slab
 
 PAGE = 1 << 16  # bytes, so that the smallest slab has 16 pages
 PLENTY = 1 << 40
@@ -157,4 +157,27 @@ def test_no_page_is_given_twice_and_none_is_lost(steps: list[tuple[bool, int]]) 
         arena.give_back(extents, 0.0)
     arena.trim(0.0, at_once=True)
     assert arena.held_bytes == 0
+    arena.close()
+
+
+class NoPins:
+    """A device that asks for pinned memory and cannot have any."""
+
+    pins_memory = True
+
+    def pinned(self, slab: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("the limit of locked memory is reached\nmore that nobody reads")
+
+
+def test_memory_that_cannot_be_pinned_is_taken_all_the_same_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    make_slab = SlabMaker(NoPins())  # type: ignore[arg-type]
+    arena = arena_of(1000, allocate=make_slab)
+    for count in (100, 200):
+        assert arena.grow(count, 0.0)
+        while arena.is_growing:
+            arena.poll(0.0)
+    assert arena.take(200) is not None
+    assert not make_slab.can_pin(1 << 20)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "the limit of locked memory is reached; parks and restores are slower" in line and "\n" not in line
     arena.close()

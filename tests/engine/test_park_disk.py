@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import shutil
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -134,6 +136,41 @@ def test_a_move_that_fails_leaves_the_state_in_memory(tmp_path: Path, caplog: py
     assert [record.getMessage().count("stays in memory") for record in caplog.records] == [1]
     assert restore(parking, sequence, list(range(10, 17))).ending is Ending.DONE
     assert torch.equal(content(kv, list(range(10, 17))), before)
+    parking.close()
+
+
+def test_files_are_written_and_read_beside_the_loop_through_aligned_memory(tmp_path: Path) -> None:
+    kv = small_store()
+    parking = parking_on(tmp_path, kv)
+    disk = parking.disk
+    assert disk is not None
+    threads: list[str] = []
+    is_free = threading.Event()
+
+    def held(job: Callable[..., None]) -> Callable[..., None]:
+        def run(*given: object) -> None:
+            is_free.wait()
+            threads.append(threading.current_thread().name)
+            job(*given)
+
+        return run
+
+    for name in ("_write", "_write_extents", "_read"):
+        setattr(disk, name, held(getattr(disk, name)))
+    first, second = sequence_of(16, id=1), sequence_of(16, id=2)
+    parking.park(second, [4, 5, 6, 7], Tier.RAM)
+    assert one(parking).ending is Ending.DONE
+    parking.park(first, [0, 1, 2, 3], Tier.DISK)  # nobody waits here, though the disk does
+    parking.move_to_disk(second)
+    assert parking.landed() == [] and threads == []
+    is_free.set()
+    endings: list[Ending] = []
+    while len(endings) < 2:
+        endings += [each.ending for each in parking.landed()]
+    assert endings == [Ending.DONE, Ending.MOVED]
+    assert restore(parking, first, [8, 9, 10, 11]).ending is Ending.DONE
+    assert len(threads) == 3 and all(name.startswith("pyserve-disk") for name in threads)
+    assert disk._staging_buffer().data_ptr() % mmap.PAGESIZE == 0
     parking.close()
 
 

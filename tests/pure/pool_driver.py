@@ -15,6 +15,8 @@ from pyserve.plan import Limits, Park, Plan, Restore, Row, Rows
 from pyserve.prefix import num_common_pages
 from pyserve.sequence import Sequence, State, Tier
 from pyserve.types import SamplingParams, SequenceRequest
+from pyserve.view import Room
+from tests.pure.flights import Incoming, Overdue
 
 VOCABULARY = 5
 
@@ -25,25 +27,13 @@ def next_token(tokens: list[int]) -> int:
 
 
 @dataclass
-class Incoming:
-    """A restore in flight. It shares `num_shared` pages, some with the restores `behind`, and fills `pages`."""
-
-    sequence: Sequence
-    num_shared: int
-    pages: list[int]
-    behind: set[int]
-    is_forsaken: bool = False  # one of those has failed
-
-    def key(self) -> tuple[object, ...]:
-        return (self.num_shared, tuple(sorted(self.behind)), self.is_forsaken)
-
-
-@dataclass
 class Driver:
-    """Submit, then call `iterate` until `ledger.is_idle`. `host_pages` bounds the RAM tier."""
+    """Submit, then call `iterate` until `ledger.is_idle`. `host_pages` and `disk_pages` bound the tiers."""
 
     limits: Limits
     host_pages: int = 1 << 30
+    disk_pages: int = 0
+    slow: frozenset[Tier] = frozenset()  # tiers that are not worth their copies at the moment
     step_ms: float = 10.0
     now_ms: float = 0.0
     is_checked: bool = True  # check_integrity after every iteration
@@ -53,10 +43,13 @@ class Driver:
     is_waiting: bool = False  # for a copy: the next iteration begins when one lands
     next_id: int = 0
     kv: dict[int, list[int | None]] = field(default_factory=dict)  # page -> fingerprint of each cell
-    host: dict[int, list[list[int | None]]] = field(default_factory=dict)  # sequence id -> parked pages
+    host: dict[int, list[list[int | None]]] = field(default_factory=dict)  # sequence id -> parked pages, in any tier
+    on_disk: set[int] = field(default_factory=set)  # ids of those whose parked pages are, or will be, there
+    overdue: dict[int, Overdue] = field(default_factory=dict)  # by copy id
     parks_in_flight: dict[int, tuple[Sequence, list[list[int | None]]]] = field(default_factory=dict)
     restores_in_flight: dict[int, Incoming] = field(default_factory=dict)
     num_adopted: int = 0  # restores that shared pages which another was filling
+    num_given_up: int = 0  # copies
     num_forsaken: int = 0  # those of them whose pages were not filled
     are_forsaken_kept: bool = True  # their own parked state is good
     marks: dict[int, list[int]] = field(default_factory=dict)  # sequence id -> fingerprint of each position
@@ -96,13 +89,18 @@ class Driver:
         is_in_flight = sequence.id in self.parks_in_flight or sequence.id in self.restores_in_flight
         assert is_free != is_in_flight, f"{sequence}: freed {is_free} with a copy in flight {is_in_flight}"
         if is_free:
-            self.host.pop(sequence.id, None)
+            self._drop(sequence.id)
 
     # Copies
 
-    @property
-    def host_pages_used(self) -> int:
-        return sum(len(pages) for pages in self.host.values())
+    def num_used(self, tier: Tier) -> int:
+        """Pages that are parked there, or on their way."""
+        states = [*self.host.items(), *((id, content) for id, (_, content) in self.parks_in_flight.items())]
+        return sum(len(content) for id, content in states if (id in self.on_disk) == (tier is Tier.DISK))
+
+    def _drop(self, id: int) -> None:
+        self.host.pop(id, None)
+        self.on_disk.discard(id)
 
     def in_flight(self) -> list[int]:
         """Those that can land now: a restore does after those whose pages it shares."""
@@ -127,27 +125,68 @@ class Driver:
         else:
             self.ledger.park_landed(sequence)
         if is_failed or sequence.state is State.FINISHED:
-            del self.host[id]
+            self._drop(id)
 
     def _land_restore(self, id: int, is_failed: bool) -> None:
         restore = self.restores_in_flight.pop(id)
-        sequence, content = restore.sequence, self.host.pop(id)
+        sequence, content, tier = restore.sequence, self.host.pop(id), Tier.DISK if id in self.on_disk else Tier.RAM
         for page, cells in zip(restore.pages, content[restore.num_shared :], strict=False):
             self.kv[page] = [None] * self.limits.page_size if is_failed else list(cells)
         if is_failed or restore.is_forsaken:
             for other in self.restores_in_flight.values():
                 other.is_forsaken |= id in other.behind
-            is_kept = self.are_forsaken_kept and not is_failed and sequence.state is State.RESTORING
-            self.ledger.restore_failed(sequence, Tier.RAM if is_kept else None)
+            is_kept = self.are_forsaken_kept and not (is_failed or restore.is_lost)
+            is_kept = is_kept and sequence.state is State.RESTORING
+            self.ledger.restore_failed(sequence, tier if is_kept else None)
             if is_kept:
                 self.host[id] = content
+                self.num_forsaken += 1
+                return
             self.num_forsaken += restore.is_forsaken
         else:
             self.ledger.restore_landed(sequence)
+        self.on_disk.discard(id)
+
+    def give_up(self, id: int) -> None:
+        """A copy is not done in its time: nobody waits for it any more."""
+        copy_id = self.num_given_up = self.num_given_up + 1
+        if id in self.parks_in_flight:
+            sequence, content = self.parks_in_flight.pop(id)
+            self.overdue[copy_id] = Overdue(sequence.pages[: len(content)], content)
+        else:
+            restore = self.restores_in_flight.pop(id)
+            sequence = restore.sequence
+            self.overdue[copy_id] = Overdue(restore.pages)
+            for other in self.restores_in_flight.values():
+                if id in other.behind:
+                    other.is_forsaken = other.is_lost = True
+        self._drop(id)
+        self.ledger.copy_overdue(sequence, copy_id, self.now_ms)
+
+    def end_late(self, copy_id: int) -> None:
+        """It has ended after all; until then it may have read its pages, or written to them."""
+        copy = self.overdue.pop(copy_id)
+        unknown: list[list[int | None]] = [[None] * self.limits.page_size for _ in copy.pages]
+        for page, cells in zip(copy.pages, copy.content or unknown, strict=True):
+            assert copy.content is None or self.kv[page] == cells, "a page was written while an overdue copy read it"
+            self.kv[page] = list(cells)
+        self.ledger.overdue_landed(copy_id)
+
+    def movable(self) -> list[Sequence]:
+        """Those in memory that the disk has room for."""
+        room = self.disk_pages - self.num_used(Tier.DISK)
+        in_memory = [each for each in self.ledger.parked() if each.tier is Tier.RAM]
+        return [each for each in in_memory if len(self.host[each.id]) <= room]
+
+    def move_to_disk(self, sequence: Sequence) -> None:
+        self.on_disk.add(sequence.id)
+        self.ledger.moved_to_disk(sequence)
 
     def land_all(self) -> None:
         while ids := self.in_flight():
             self.land(ids[0])
+        for copy_id in list(self.overdue):
+            self.end_late(copy_id)
 
     # One iteration
 
@@ -155,6 +194,8 @@ class Driver:
         """Lands all copies, or those that `landing` picks; plans, applies, runs the step. Returns the applied plan."""
         if self.is_waiting and self.in_flight():
             self.land(self.in_flight()[0])
+        elif self.is_waiting and self.overdue:
+            self.end_late(next(iter(self.overdue)))
         if landing is None:
             self.land_all()
         for id in list(landing(self.in_flight())) if landing is not None else ():
@@ -167,7 +208,7 @@ class Driver:
         self._check_liveness(plan)
         self._step(plan.rows)
         self.is_waiting = plan.must_wait_for_copy
-        assert not self.is_waiting or self.in_flight(), "waits for a copy, and none is in flight"
+        assert not self.is_waiting or self.in_flight() or self.overdue, "waits for a copy, and none is in flight"
         self.now_ms += self.step_ms
         if self.is_checked:
             self.ledger.check_integrity()
@@ -197,22 +238,25 @@ class Driver:
             is_too_long = sequence.prompt_len > self.limits.context_len
             assert (reason == "never_fits") == is_too_long, f"{sequence} failed: {reason}"
             assert is_too_long or not self.limits.is_parking_on, f"pressure ended {sequence}"
-        assert not self.host, "parked memory stays held"
+        assert not self.host and not self.on_disk, "parked memory stays held"
         assert self.ledger.free_pages + self.ledger.cached_pages == self.limits.num_pages
 
     def _plan(self) -> Plan:
-        in_flight = sum(len(content) for _, content in self.parks_in_flight.values())
-        return self.carry_out(self.ledger.plan(self.now_ms, max(0, self.host_pages - self.host_pages_used - in_flight)))
+        room, disk_room = self.host_pages - self.num_used(Tier.RAM), self.disk_pages - self.num_used(Tier.DISK)
+        return self.carry_out(self.ledger.plan(self.now_ms, max(0, room), max(0, disk_room), self.slow))
 
     def park_all(self) -> None:
-        """Whoever runs, as if it were asked for, as far as the host takes them."""
-        in_flight = sum(len(content) for _, content in self.parks_in_flight.values())
-        room = self.host_pages - self.host_pages_used - in_flight
+        """Whoever runs, as if it were asked for, as far as the tiers take them."""
+        room = Room(
+            self.limits.page_size,
+            self.host_pages - self.num_used(Tier.RAM),
+            self.disk_pages - self.num_used(Tier.DISK),
+            self.slow,
+        )
         parks = []
         for sequence in self.ledger.running():
-            num_pages = -(-sequence.num_computed // self.limits.page_size)
-            tier = Tier.RAM if 0 < num_pages <= room else Tier.RECOMPUTE
-            room -= num_pages if tier is Tier.RAM else 0
+            tier, num_pages = room.tier_of(sequence)
+            room.use(tier, num_pages)
             parks.append(Park(sequence, "forced", tier))
         self.carry_out(Plan(parks=tuple(parks)))
 
@@ -223,8 +267,9 @@ class Driver:
 
     def carry_out(self, plan: Plan) -> Plan:
         """Applies a plan and begins its copies."""
-        leader = self.ledger._view.leader()
+        leader, planned_rows = self.ledger._view.leader(), set(plan.rows)
         plan = self.ledger.apply(plan, self.now_ms)
+        assert planned_rows.issuperset(plan.rows), "the last resort takes a row whole or not at all"
         self.plans.append(plan)
         for failure in plan.failures:
             self.failed.append((failure.sequence, failure.reason))
@@ -234,16 +279,20 @@ class Driver:
             if park.reason != "forced":
                 assert sequence is not leader, f"the leader was parked: {sequence}"
             self.park_log.append((sequence.id, park.reason, park.tier, sequence.num_generated))
-            if park.tier is Tier.RAM:
+            if park.tier.is_copy:
                 num_copied = -(-sequence.num_computed // self.limits.page_size)
                 assert num_copied, "a copy of no page"
                 content = [list(self.kv[page]) for page in sequence.pages[:num_copied]]
                 self.parks_in_flight[sequence.id] = (sequence, content)
-        assert self.host_pages_used + sum(len(c) for _, c in self.parks_in_flight.values()) <= self.host_pages
+                if park.tier is Tier.DISK:
+                    self.on_disk.add(sequence.id)
+        assert self.num_used(Tier.RAM) <= self.host_pages and self.num_used(Tier.DISK) <= self.disk_pages
         for restore in plan.restores:
             self.restore_log.append(restore.sequence.id)
-            if restore.tier is Tier.RAM:
+            if restore.tier.is_copy:
                 self._start_restore(restore)
+            else:
+                self._drop(restore.sequence.id)
         self._check_sharing(plan)
         return plan
 
@@ -252,7 +301,7 @@ class Driver:
         shared = set(sequence.pages[:num_shared])
         behind = {id for id, other in self.restores_in_flight.items() if shared.intersection(other.pages)}
         if num_shared == len(self.host[sequence.id]) and not behind:
-            del self.host[sequence.id]
+            self._drop(sequence.id)
             self.ledger.restore_landed(sequence)
             return
         pages = sequence.pages[num_shared:]
@@ -277,7 +326,7 @@ class Driver:
                 assert one.pages[:num_common] == other.pages[:num_common], f"{one} and {other} have copies of a page"
 
     def _check_liveness(self, plan: Plan) -> None:
-        if plan.rows or self.in_flight() or self.ledger.is_idle or plan.failures:
+        if plan.rows or self.in_flight() or self.overdue or self.ledger.is_idle or plan.failures:
             self.num_idle = 0
             return
         assert not plan.must_wait_for_copy, "waits for a copy, and none is in flight"

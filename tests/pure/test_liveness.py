@@ -159,6 +159,19 @@ def test_forced_parks_come_once_per_so_many_tokens(page_size: int, host_pages: i
     assert len(driver.restore_log) == only.num_parks == 12
 
 
+def test_a_park_in_flight_is_waited_for_before_anybody_else_leaves() -> None:
+    """The last resort (R19)."""
+    driver = driver_of(256, num_slots=3, is_planner_on=False)
+    for start in range(3):
+        driver.submit([prompt(60, start)], 150)
+    while not driver.is_waiting:
+        driver.iterate(lambda ids: ids[:0])
+    assert [reason for _, reason, _, _ in driver.park_log] == ["last_resort"] and not driver.failed
+    assert all(len(each.pages) * 16 == len(each.tokens) - 1 for each in driver.ledger.running()), "all cells are used"
+    driver.run(5000)
+    assert len(driver.finished) == 3
+
+
 def test_with_parking_off_exactly_the_largest_ends() -> None:
     driver = driver_of(256, is_parking_on=False, num_slots=3)
     small, large, middle = (driver.submit([prompt(n, n)], 150)[0] for n in (40, 90, 60))

@@ -13,6 +13,7 @@ import pytest
 
 from pyserve import planner
 from pyserve.plan import Limits
+from pyserve.sequence import Tier
 from tests.pure.pool_driver import VOCABULARY, Driver
 
 
@@ -29,7 +30,7 @@ def random_driver(dice: random.Random) -> Driver:
         is_async=dice.random() < 0.7,
         preempt_every=dice.choice([0, 0, 1, 3, 8]),
     )
-    return Driver(limits, host_pages=dice.choice([0, 3, 12, 1 << 20]))
+    return Driver(limits, host_pages=dice.choice([0, 3, 12, 1 << 20]), disk_pages=dice.choice([0, 0, 7, 1 << 20]))
 
 
 def roomy_limits(dice: random.Random) -> Limits:
@@ -64,6 +65,7 @@ def walk(driver: Driver, dice: random.Random) -> None:
     failing = dice.choice([0.0, 0.0, 0.2])
     arriving = dice.choice([0.05, 0.3])
     leaving = dice.choice([0.0, 0.02, 0.1])
+    given_up = dice.choice([0.0, 0.0, 0.1])
     for _ in range(dice.choice([40, 150])):
         if dice.random() < arriving and len(driver.ledger.live()) < 12:
             submit_some(driver, dice, base)
@@ -74,6 +76,14 @@ def walk(driver: Driver, dice: random.Random) -> None:
         for id in in_flight:
             if dice.random() >= hanging:
                 driver.land(id, is_failed=dice.random() < failing)
+            elif dice.random() < given_up:
+                driver.give_up(id)
+        for copy_id in [each for each in driver.overdue if dice.random() < 0.2]:
+            driver.end_late(copy_id)
+        if dice.random() < 0.1 and driver.movable():
+            driver.move_to_disk(dice.choice(driver.movable()))
+        if dice.random() < 0.05:
+            driver.slow = dice.choice([frozenset(), frozenset({Tier.DISK}), frozenset({Tier.RAM, Tier.DISK})])
         driver.iterate(lambda ids: ids[:0])
 
 

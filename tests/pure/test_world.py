@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from pyserve.plan import Limits
+from pyserve.sequence import Tier
 from tests.pure.pool_driver import VOCABULARY, Driver
 
 tokens = st.integers(0, VOCABULARY - 1)
@@ -40,10 +41,20 @@ class World(RuleBasedStateMachine):
         super().__init__()
         self.ended = ended
 
-    @initialize(limits=limits(), host_pages=st.sampled_from([0, 3, 12, 1 << 20]), base=st.lists(tokens, min_size=40))
-    def open(self, limits: Limits, host_pages: int, base: list[int]) -> None:
-        self.driver = Driver(limits, host_pages)
+    @initialize(
+        limits=limits(),
+        host_pages=st.sampled_from([12, 1 << 20, 3, 0]),
+        disk_pages=st.sampled_from([7, 1 << 20, 0]),
+        base=st.lists(tokens, min_size=40),
+        num_shared=st.integers(0, 12),
+    )
+    def open(self, limits: Limits, host_pages: int, disk_pages: int, base: list[int], num_shared: int) -> None:
+        """Somebody is there already."""
+        self.driver = Driver(limits, host_pages, disk_pages)
         self.base = base  # what the prompts of this world have in common
+        self.driver.submit([[*base[:num_shared], number] for number in range(3)], 30)
+        for _ in range(3):
+            self.driver.iterate()
 
     @rule(
         num_shared=st.integers(0, 40),
@@ -66,12 +77,16 @@ class World(RuleBasedStateMachine):
         self.driver.cancel(data.draw(st.sampled_from(self.driver.ledger.live())))
 
     @precondition(lambda self: self.driver.ledger.running() and self.driver.limits.is_parking_on)
-    @rule()
-    def park_all(self) -> None:
-        """As many as the host takes, and what the prompt cache knows of them is needed for others."""
-        self.driver.park_all()
-        self.driver.land_all()
-        self.driver.crowd_out()
+    @rule(copies=st.sampled_from(["land", "are given up", "go on"]))
+    def park_all(self, copies: str) -> None:
+        """As many as the tiers take, and what the prompt cache knows of them is needed for others."""
+        driver = self.driver
+        driver.park_all()
+        if copies == "land":
+            driver.land_all()
+        for id in driver.in_flight() if copies == "are given up" else ():
+            driver.give_up(id)
+        driver.crowd_out()
 
     @rule(count=st.integers(1, 12))
     def iterate(self, count: int) -> None:
@@ -79,10 +94,13 @@ class World(RuleBasedStateMachine):
         for _ in range(count):
             self.driver.iterate()
 
-    @rule(count=st.integers(1, 12))
-    def iterate_while_copies_hang(self, count: int) -> None:
+    @rule(count=st.integers(1, 12), are_given_up=st.sampled_from([False, False, True]))
+    def iterate_while_copies_hang(self, count: int, are_given_up: bool) -> None:
+        """They may not be done in their time, and end much later."""
         for _ in range(count):
             self.driver.iterate(lambda ids: ids[:0])
+        for id in self.driver.in_flight() if are_given_up else ():
+            self.driver.give_up(id)
 
     @precondition(lambda self: self.driver.in_flight())
     @rule(data=st.data())
@@ -94,6 +112,21 @@ class World(RuleBasedStateMachine):
     @rule(data=st.data())
     def fail_one(self, data: st.DataObject) -> None:
         self.driver.land(data.draw(st.sampled_from(self.driver.in_flight())), is_failed=True)
+
+    @precondition(lambda self: self.driver.overdue)
+    @rule(data=st.data())
+    def end_one_late(self, data: st.DataObject) -> None:
+        self.driver.end_late(data.draw(st.sampled_from(sorted(self.driver.overdue))))
+
+    @precondition(lambda self: self.driver.movable())
+    @rule(data=st.data())
+    def move_one_to_disk(self, data: st.DataObject) -> None:
+        self.driver.move_to_disk(data.draw(st.sampled_from(self.driver.movable())))
+
+    @rule(slow=st.sampled_from([frozenset(), frozenset({Tier.DISK}), frozenset({Tier.RAM, Tier.DISK})]))
+    def measure_tiers(self, slow: frozenset[Tier]) -> None:
+        """Which of them are not worth their copies any more."""
+        self.driver.slow = slow
 
     def teardown(self) -> None:
         if not hasattr(self, "driver"):
@@ -117,4 +150,5 @@ def test_nothing_is_lost_in_ten_thousand_steps() -> None:
         ),
     )
     assert sum(driver.num_iterations for driver in ended) >= 10_000
-    assert any(driver.num_adopted for driver in ended)
+    assert sum(driver.num_given_up for driver in ended) > 5
+    assert any(tier is Tier.DISK for driver in ended for *_, tier, _ in driver.park_log)
