@@ -17,7 +17,7 @@ from pyserve.sequence import Sequence, State
 from pyserve.view import View
 
 EVICTED_AHEAD = 128  # tokens of room that are made for each running sequence when any is needed
-EVICTED_AT_ONCE = 768  # pages at most for that room: with small pages half a millisecond
+EVICTED_AT_ONCE = 768  # pages at most for that room: some 0.6 ms of the loop where pages are small
 
 
 class Residents:

@@ -4,6 +4,8 @@ chat gives alone (R20, R23, R23b, R26).
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import threading
 import time
@@ -217,15 +219,20 @@ def test_forced_parks_to_disk_change_nothing(
     assert_clean(result)
 
 
-def full(engine: Engine) -> None:
-    no_memory(engine)
-    disk = engine._parking.disk
-    assert disk is not None
+def refusing(number: int) -> Callable[[Engine], None]:
+    """Every write fails with this error."""
 
-    def write(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+    def prepare(engine: Engine) -> None:
+        no_memory(engine)
+        disk = engine._parking.disk
+        assert disk is not None
 
-    disk._write = write  # type: ignore[method-assign, assignment]
+        def write(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        disk._write = write  # type: ignore[method-assign, assignment]
+
+    return prepare
 
 
 def gone(engine: Engine) -> None:
@@ -259,13 +266,14 @@ def alter(path: Path) -> None:
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (full, "No space left on device"),
+        (refusing(errno.ENOSPC), "No space left on device"),
+        (refusing(errno.EACCES), "Permission denied"),
         (gone, "No such file or directory"),
         (damaging(lambda path: path.write_bytes(path.read_bytes()[:-1])), "is cut short"),
         (damaging(lambda path: path.unlink()), "No such file or directory"),
         (damaging(alter), "not what was parked"),
     ],
-    ids=["full", "gone", "truncated", "deleted", "altered"],
+    ids=["full", "unwritable", "gone", "truncated", "deleted", "altered"],
 )
 def test_a_disk_that_fails_costs_one_line_and_some_computing(
     tiny_model: Model,
