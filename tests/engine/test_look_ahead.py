@@ -141,6 +141,18 @@ def test_a_full_pool_is_met_as_early_as_without(model: Model, num_ahead: list[in
     assert abs(result.preempts - before.preempts) <= 1
 
 
+@pytest.mark.parametrize("max_tokens", [40, 1000], ids=["as asked", "context"])
+def test_whoever_reaches_the_end_has_no_row_too_many(
+    model: Model, num_ahead: list[int], num_repeated: list[int], max_tokens: int
+) -> None:
+    """Of all lengths, and of one length; it is known beforehand, so that no step computes anything for nobody."""
+    requests = [request(seed, 20, min(max_tokens, length)) for seed, length in enumerate((25, 40, 40, 1000))]
+    result = run(model, [[each] for each in requests], ctx_size=512, parallel=4, page_size=4)
+    num_tokens = sum(len(outcome.tokens) for outcome in result.outcomes)
+    assert result.counters.busy_slots == num_tokens, "a row for each prompt gives the first, and one each of the others"
+    assert num_ahead and num_repeated and not result.preempts
+
+
 def test_clients_that_leave_at_any_token_free_everything(model: Model, num_ahead: list[int]) -> None:
     source = random.Random(4)
 
