@@ -167,7 +167,7 @@ def test_files_are_written_and_read_beside_the_loop_through_aligned_memory(tmp_p
     endings: list[Ending] = []
     while len(endings) < 2:
         endings += [each.ending for each in parking.landed()]
-    assert endings == [Ending.DONE, Ending.MOVED]
+    assert set(endings) == {Ending.DONE, Ending.MOVED}
     assert restore(parking, first, [8, 9, 10, 11]).ending is Ending.DONE
     assert len(threads) == 3 and all(name.startswith("pyserve-disk") for name in threads)
     assert disk._staging_buffer().data_ptr() % mmap.PAGESIZE == 0

@@ -241,9 +241,13 @@ class Driver:
         assert not self.host and not self.on_disk, "parked memory stays held"
         assert self.ledger.free_pages + self.ledger.cached_pages == self.limits.num_pages
 
-    def _plan(self) -> Plan:
+    def plan(self) -> Plan:
+        """What the ledger would do now."""
         room, disk_room = self.host_pages - self.num_used(Tier.RAM), self.disk_pages - self.num_used(Tier.DISK)
-        return self.carry_out(self.ledger.plan(self.now_ms, max(0, room), max(0, disk_room), self.slow))
+        return self.ledger.plan(self.now_ms, max(0, room), max(0, disk_room), self.slow)
+
+    def _plan(self) -> Plan:
+        return self.carry_out(self.plan())
 
     def park_all(self) -> None:
         """Whoever runs, as if it were asked for, as far as the tiers take them."""
