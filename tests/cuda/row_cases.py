@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,8 @@ from tests.cuda.build import Library
 
 PRODUCTS = ("pack.cu", "linear.cu", "linear_tiled.cu")
 FLOAT_PRODUCTS = ("linear_float.cu", "linear_half.cu", "linear_half_tiled.cu")
-SOURCES = ("norm.cu", "activation.cu", "sample.cu", "draw.cu", "kv_write.cu", "embed.cu", *PRODUCTS, *FLOAT_PRODUCTS)
+SAMPLING = ("sample.cu", "draw.cu", "follow.cu")
+SOURCES = ("norm.cu", "activation.cu", "kv_write.cu", "embed.cu", *SAMPLING, *PRODUCTS, *FLOAT_PRODUCTS)
 BLOCK_LEN = 32
 SILU, GELU_TANH = 0, 1
 Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K = range(3, 11)  # WeightType of csrc/ops.h
@@ -106,84 +106,6 @@ def gated_activation(library: Library, gate_up: Array, kind: int, *, has_q8: boo
         silu = gate / (1 + np.exp(-gate))
     gelu = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
     return out, (silu if kind == SILU else gelu) * up
-
-
-def argmax(library: Library, logits: Array, vocab_size: int | None = None) -> Array:
-    tokens = np.full(len(logits), -5, np.int32)
-    count = vocab_size or logits.shape[1]
-    call(library, "pyserve_cuda_argmax", logits, logits.shape[1], count, len(logits), tokens)
-    return tokens
-
-
-# --- sampling
-
-
-@dataclass(frozen=True)
-class Draw:
-    """One row's sampler."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    position: int = 0
-
-
-def draw(library: Library, logits: Array, draws: Sequence[Draw], vocab_size: int | None = None) -> Array:
-    tokens = np.full(len(logits), -5, np.int32)
-    real = np.array([(each.temperature, each.top_p, each.min_p) for each in draws], np.float32)
-    whole = np.array([(each.top_k, each.seed, each.position) for each in draws], np.int64)
-    count = vocab_size or logits.shape[1]
-    call(library, "pyserve_cuda_draw", logits, logits.shape[1], count, real, whole, len(logits), tokens)
-    return tokens
-
-
-def uniform(seed: int, position: int) -> float:
-    """splitmix64's number of (seed, position), its top 53 bits, in [0, 1)"""
-    mask, step = 2**64 - 1, 0x9E3779B97F4A7C15
-
-    def mix(z: int) -> int:
-        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
-        z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
-        return z ^ z >> 31
-
-    return (mix((mix((seed + step) & mask) + (position + 1) * step) & mask) >> 11) * 2.0**-53
-
-
-def wanted_token(logits: Array, draw: Draw) -> int:
-    """In float64, by sorting. A row without NaN and infinities."""
-    x = logits.astype(np.float64)
-    order, count = np.argsort(-x, kind="stable"), len(x)
-    if draw.temperature <= 0:
-        return int(order[0])
-    is_sorted = 0 < draw.top_k < count or draw.top_p < 1
-    chosen = order[: draw.top_k] if 0 < draw.top_k < count else order
-    if draw.top_p < 1:
-        mass = np.exp(x[chosen] - x[order[0]])
-        chosen = chosen[: 1 + int((np.cumsum(mass) < np.float32(draw.top_p) * mass.sum()).sum())]
-    if draw.min_p > 0:
-        chosen = chosen[x[chosen] >= x[order[0]] + np.log(min(draw.min_p, 1.0))]
-    chosen = chosen if is_sorted else np.sort(chosen)
-    upto = np.cumsum(np.exp((x[chosen] - x[order[0]]) / np.float32(draw.temperature)))
-    return int(chosen[int((upto <= uniform(draw.seed, draw.position) * upto[-1]).sum())])
-
-
-class LogitChange(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("row", "token")),
-        *((name, ctypes.c_float) for name in ("bias", "count", "repeat", "presence", "frequency")),
-        *((name, ctypes.c_int32) for name in ("is_banned", "after")),
-    )
-
-
-def change_logits(
-    library: Library, logits: Array, changes: Sequence[LogitChange], picked: Array | None = None
-) -> Array:
-    """A copy, changed. `picked`: int32, what the changes come after."""
-    out, table = logits.copy(), (LogitChange * len(changes))(*changes)
-    call(library, "pyserve_cuda_change_logits", out, out.shape[1], table, len(changes), picked)
-    return out
 
 
 # --- linear
@@ -320,6 +242,12 @@ def aligned(values: Array) -> Array:
 def embed(library: Library, table: PackedWeight, tokens: Sequence[int], scale: float = 1.0) -> Array:
     out = np.full((len(tokens), table.cols), np.nan, np.float32)
     call(library, "pyserve_cuda_embed", table, np.array(tokens, np.int32), len(tokens), scale, out)
+    return out
+
+
+def take_rows(library: Library, x: Array, rows: Sequence[int]) -> Array:
+    out = np.full((len(rows), x.shape[1]), np.nan, np.float32)
+    call(library, "pyserve_cuda_take_rows", x, x.shape[1], np.array(rows, np.int32), len(rows), out)
     return out
 
 

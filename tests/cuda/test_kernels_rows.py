@@ -15,13 +15,13 @@ from tests.cuda.row_cases import (
     SOURCES,
     RopeCase,
     Rows,
-    argmax,
     gated_activation,
     normal,
     quantise,
     rms_norm,
     untouched,
 )
+from tests.cuda.sample_cases import argmax
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ import pyserve.ops  # noqa: F401  loads the CPU's kernels
 from pyserve.sampler import SampleRequest, sample
 from pyserve.types import SamplingParams
 from tests.cuda.build import IN_ORDER, POLICIES, REVERSE, EmulatorError, Library
-from tests.cuda.row_cases import Array, Draw, LogitChange, change_logits, draw, normal, wanted_token
+from tests.cuda.row_cases import Array, normal
+from tests.cuda.sample_cases import Draw, LogitChange, change_logits, draw, wanted_token
 
 SETTINGS = (
     Draw(temperature=0.0),
@@ -175,6 +176,26 @@ def test_the_token_before_counts_whether_or_not_it_is_among_the_changes(library:
     got = change_logits(library, logits, changes, np.array([12, 7], np.int32))
     np.testing.assert_array_equal(got, change_logits(library, logits, wanted))
     assert (got != logits).sum() == len(known) + 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_token_before_is_looked_for_in_all_of_a_long_row(library: Library, policy: int) -> None:
+    """Rows of changes that end within a warp, with one, and blocks later; the token is the first of them, the last, or
+    none, and the next row has it.
+    """
+    library.configure(policy)
+    lengths, width = (1, 30, 31, 32, 200, 64, 0, 5), 256
+    logits, penalties = normal(9, len(lengths), width), (1.0, 0.0, 0.5)
+    picked = np.array([tokens for length in lengths for tokens in (0, max(length - 1, 0), length)], np.int32)
+    for which in range(3):
+        changes, wanted = [], logits.copy()
+        for row, length in enumerate(lengths):
+            source = 3 * row + which
+            changes.append(LogitChange(row, -1 - source, 0.0, 1.0, *penalties))
+            changes += [LogitChange(row, token, 1.0, 0.0, *penalties, 0, -1 - source) for token in range(length)]
+            wanted[row, :length] += 1.0
+            wanted[row, picked[source]] -= 0.5
+        np.testing.assert_array_equal(change_logits(library, logits, changes, picked), wanted)
 
 
 def test_what_cannot_be_done_is_refused(library: Library) -> None:

@@ -22,15 +22,10 @@ from tests.cuda.row_cases import (
     Q8_0,
     SILU,
     SOURCES,
-    Draw,
-    LogitChange,
     PackedWeight,
     RopeCase,
     Weight,
-    argmax,
-    change_logits,
     columns,
-    draw,
     embed,
     float_product,
     gated_activation,
@@ -38,9 +33,10 @@ from tests.cuda.row_cases import (
     normal,
     quantise,
     rms_norm,
+    take_rows,
     untouched,
-    wanted_token,
 )
+from tests.cuda.sample_cases import Draw, LogitChange, argmax, change_logits, draw, follow, wanted_token
 
 ATTENTION = ("attention_decode.cu", "attention_prefill.cu", "attention_f32.cu")
 DEFINES = ("PYSERVE_FEW_HEAD_DIMS", "PYSERVE_FEW_TYPES")
@@ -166,6 +162,18 @@ def changed(library: Library) -> float:
     return difference(change_logits(library, logits, changes, np.array([7], np.int32)), wanted, 1e-6)
 
 
+def followed(library: Library) -> float:
+    """Over the edge of a block, tokens known and unknown."""
+    tokens = [at if at % 3 else -1 - at % 5 for at in range(130)]
+    wanted = [at if at % 3 else 70 + at % 5 for at in range(130)]
+    return float(follow(library, tokens, [70 + i for i in range(5)]) != wanted)
+
+
+def taken(library: Library) -> float:
+    x, rows = normal(4, 5, 300), [4, 0, 2]
+    return difference(take_rows(library, x, rows), x[rows], 0.0)
+
+
 ATTENTION_CASES: dict[str, Callable[[Library], float]] = {
     "decode": lambda library: decode(library, 64),
     "decode_80": lambda library: decode(library, 80),
@@ -186,6 +194,8 @@ ROW_CASES: dict[str, Callable[[Library], float]] = {
     "draw_everyone": lambda library: drawn(library, [Draw(top_p=0.7, seed=8)], 4500, 0.1),
     "draw_by_id": lambda library: drawn(library, [Draw(5.0, min_p=0.3, seed=4), Draw(position=5)]),
     "change_logits": changed,
+    "follow": followed,
+    "take_rows": taken,
     "q8_0": lambda library: product(library, Q8_0),
     "q5_1": lambda library: product(library, Q5_1),
     "q4_k": lambda library: product(library, Q4_K),
