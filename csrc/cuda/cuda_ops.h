@@ -15,7 +15,7 @@ constexpr int kNotReady = 600;  // cudaErrorNotReady: an answer
 enum class CopyWay : int64_t { automatic = 0, calls = 1, batched = 2, kernel = 3 };
 
 struct CopyTuning {         // measured once at start
-  int64_t chunk_bytes;      // no piece is larger, so that another stream's small copy need not wait for gigabytes
+  int64_t chunk_bytes;      // no call and no launch moves more, so that another stream's small copy need not wait for gigabytes
   int64_t max_calls;        // up to so many calls are posted one by one
   int64_t min_batch_bytes;  // from this size on, pieces go by one batched call; smaller ones by the kernel
 };

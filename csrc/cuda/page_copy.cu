@@ -104,7 +104,7 @@ using MemcpyBatch = int (*)(uintptr_t* to, uintptr_t* from, size_t* sizes, size_
 
 MemcpyBatch memcpy_batch() { return driver_function<MemcpyBatch>("cuMemcpyBatchAsync"); }
 
-int post_batched(const PageCopy& copy, const std::vector<Call>& pieces, cudaStream_t stream) {
+int post_batched(const PageCopy& copy, const std::vector<Call>& pieces, int64_t chunk_bytes, cudaStream_t stream) {
   constexpr int kInStreamOrder = 1;
   const MemcpyBatch post = memcpy_batch();
   std::vector<uintptr_t> to, from;
@@ -113,7 +113,9 @@ int post_batched(const PageCopy& copy, const std::vector<Call>& pieces, cudaStre
     to.clear();
     from.clear();
     sizes.clear();
-    for (; next < pieces.size() && sizes.size() < kMaxBatch; ++next) {
+    int64_t num_bytes = 0;  // of this call: a driver may make one operation of it
+    for (; next < pieces.size() && sizes.size() < kMaxBatch && (sizes.empty() || num_bytes + pieces[next].row_bytes <= chunk_bytes); ++next) {
+      num_bytes += pieces[next].row_bytes;
       const uintptr_t in_pool = reinterpret_cast<uintptr_t>(copy.pool + pieces[next].pool_offset);
       const uintptr_t in_host = reinterpret_cast<uintptr_t>(copy.host + pieces[next].host_offset);
       to.push_back(copy.to_host ? in_host : in_pool);
@@ -268,7 +270,7 @@ int post(const PoolCopy& request, const PageCopy& copy, cudaStream_t stream) {
   check(way != CopyWay::batched || memcpy_batch() != nullptr, "way: the driver has no batched copy");
   const std::vector<Call> calls = calls_of(copy, chunk_bytes, way == CopyWay::calls);
   int error = 0;
-  if (way == CopyWay::batched) error = post_batched(copy, calls, stream);
+  if (way == CopyWay::batched) error = post_batched(copy, calls, chunk_bytes, stream);
   for (size_t i = 0; way == CopyWay::calls && error == 0 && i < calls.size(); ++i) error = post_call(copy, calls[i], stream);
   if (error == 0 && request.hashes != nullptr) error = hash_pages(copy, request.hashes, stream);
   return error;

@@ -4,6 +4,8 @@ fit, and the way is chosen by number and size (R13, R15, R18, R38).
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 
@@ -20,6 +22,7 @@ LISTS = {
     "backward comb": [20, 21, 14, 15, 8, 9],
     "mixed": [4, 5, 6, 22, 1, 2, 17, 16, 15, 9],
 }
+SCATTERED = [0, 2, 5, 9, 14, 20, 3, 1, 15, 11]
 WAYS = {"automatic": AUTOMATIC, "calls": CALLS, "batched": BATCHED, "kernel": KERNEL}
 
 
@@ -162,6 +165,21 @@ def test_no_call_is_larger_than_a_chunk(device: Device, pages: list[int]) -> Non
     assert (host == pool[pages]).all()
 
 
+@pytest.mark.parametrize(("way", "counter"), [(BATCHED, "copy_calls"), (KERNEL, "launches")], ids=["batch", "launch"])
+def test_no_batch_and_no_launch_is_larger_than_a_chunk(device: Device, way: int, counter: str) -> None:
+    """However small its pieces are: 4 pages a call; and one that has room takes them all."""
+    pool, host, stream = device.pool(24, PAGE), device.host(len(SCATTERED), PAGE), device.stream()
+    count = getattr(device.so, f"emulator_num_{counter}")
+    count.restype = ctypes.c_int64
+    for chunk_pages, num_calls in ((4, 3), (10, 1)):
+        before = count()
+        table, chunk_bytes = comb_table(SCATTERED), chunk_pages * PAGE
+        device.copy(pool, host, table, stream, to_host=True, way=way, chunk_bytes=chunk_bytes)
+        assert count() - before == num_calls
+        device.synchronize(stream)
+        assert (host == pool[SCATTERED]).all()
+
+
 def test_a_page_larger_than_a_chunk_is_cut(device: Device) -> None:
     pages = [4, 6, 8, 1]
     pool, host, stream = device.pool(10, PAGE), device.host(4, PAGE), device.stream()
@@ -170,9 +188,6 @@ def test_a_page_larger_than_a_chunk_is_cut(device: Device) -> None:
     assert device.num_calls() - before == 4 * 5
     device.synchronize(stream)
     assert (host == pool[pages]).all()
-
-
-SCATTERED = [0, 2, 5, 9, 14, 20, 3, 1, 15, 11]
 
 
 @pytest.mark.parametrize(
