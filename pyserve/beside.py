@@ -9,9 +9,9 @@ that runs without the loop. Neither a park nor a restore stops that, so that tho
 
 A copy that is posted before a step or beside it has until the end of that step to land (`have_landed`), and nothing is
 looked ahead before it has: otherwise its sequence would miss a step more, for the park and for the restore each. So
-whoever is parked and finds room at once comes back while the same step runs, and misses no other; on CUDA, where a copy
-waits on the device for the step posted before it, one step later. A copy that takes longer costs the others one wait of
-the program for the loop; while it goes on, steps are looked ahead as ever.
+whoever is parked and finds room at once comes back while the same step runs, and misses no other; on CUDA too, where a
+copy waits on the device for the step collected last, and not for the one that runs. A copy that takes longer costs the
+others one wait of the program for the loop; while it goes on, steps are looked ahead as ever.
 """
 
 from __future__ import annotations

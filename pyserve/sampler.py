@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-import pyserve.ops  # noqa: F401  loads the kernels
+from pyserve.ops import sample_rows
 from pyserve.types import SamplingParams, TokenLogprobs
 
 _LOWEST = torch.finfo(torch.float32).min
@@ -151,23 +151,13 @@ class Sampled:
 Pick = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def pick_one_by_one(logits: torch.Tensor, real: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """The picker without a program: one kernel call for each row."""
-    rows = zip(logits, real.tolist(), whole.tolist(), strict=True)
-    picked = [
-        torch.ops.pyserve.sample_row(row, temperature, top_k, top_p, min_p, seed, position)
-        for row, (temperature, top_p, min_p), (top_k, seed, position) in rows
-    ]
-    return torch.tensor(picked, dtype=torch.int32)
-
-
 def _parameters(requests: Sequence[SampleRequest]) -> tuple[torch.Tensor, torch.Tensor]:
     real = np.array([request.real for request in requests], dtype=np.float32).reshape(-1, 3)
     whole = np.array([(*request.whole, len(request.tokens)) for request in requests], dtype=np.int64).reshape(-1, 3)
     return torch.from_numpy(real), torch.from_numpy(whole)
 
 
-def sample(logits: torch.Tensor, requests: Sequence[SampleRequest], pick: Pick = pick_one_by_one) -> list[Sampled]:
+def sample(logits: torch.Tensor, requests: Sequence[SampleRequest], pick: Pick = sample_rows) -> list[Sampled]:
     """Pick the next token of every row. `logits`: f32 [rows, vocab], changed in place."""
     assert logits.shape[0] == len(requests), "one request for each row of the logits"
     if not requests:

@@ -120,7 +120,9 @@ struct CudaProgram : ProgramState {  // what is kept: until everything is on the
 };
 using ProgramPtr = c10::intrusive_ptr<CudaProgram>;
 
-void expect(const ProgramPtr& self, int64_t num_sequences, int64_t context_len) { self->program.expect(num_sequences, context_len); }
+void expect(const ProgramPtr& self, int64_t num_sequences, int64_t num_pages, int64_t page_size) {
+  self->program.expect(num_sequences, num_pages, page_size);
+}
 
 // bytes of weights, bytes to work in
 Shape needs(const ProgramPtr& self) {

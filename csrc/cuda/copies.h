@@ -1,6 +1,8 @@
 // Copies of pages between the pool and the host on a stream of their own, with events of the same meaning as csrc/cpu/stream.h's.
 //
-// Order: a copy comes after the copies posted before it and, on the device, after the step posted last. Lifetime (R20): a copy holds `keep_alive` until its end
+// Order: a copy comes after the copies posted before it and, on the device, after the step collected last, which may have written its pages (R15). Steps that are not
+// collected must not touch its pages: so whoever is left out of a step is parked beside it, and whoever finds room beside it comes back (pyserve/beside.py).
+// Lifetime (R20): a copy holds `keep_alive` until its end
 // has been noticed, by a query, a wait, the next post or `close`, and gives it up before its event turns done.
 //
 // Hashes (R23b): of pages that are marked, the device hashes what lies in the pool, before the copy out of it and after the copy into it;

@@ -1,10 +1,11 @@
-// One device as the backend sees it: its compute stream, the event behind the latest step, and memory that frees itself. No torch, no CUDA header.
+// One device as the backend sees it: its compute stream, the event behind the step collected last, and memory that frees itself. No torch, no CUDA header.
 //
 // Threads: `use` makes the device the calling thread's; every entry point calls it. Steps are posted by one thread at a time, copies by any.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -94,7 +95,6 @@ class DeviceContext {
     must(pyserve_cuda_device_limits(index, &num_sms, &shared_bytes), "asking the device for its limits");
     limits_ = Device{static_cast<int32_t>(num_sms), static_cast<int32_t>(shared_bytes)};
     must(pyserve_cuda_stream_create(&compute_.value, 1), "making the compute stream");
-    must(pyserve_cuda_event_create(&stepped_.value), "making an event");
   }
   ~DeviceContext() { pyserve_cuda_stream_synchronize(compute_.value); }
 
@@ -103,14 +103,14 @@ class DeviceContext {
   const Device& limits() const { return limits_; }
   void* compute() const { return compute_.value; }
 
-  // The step posted so far is what later copies come after.
-  void step_posted() {
+  // The step behind which `end` was recorded is what later copies come after.
+  void step_collected(std::shared_ptr<Handle> end) {
     std::lock_guard<std::mutex> lock(mutex_);
-    must(pyserve_cuda_event_record(stepped_.value, compute_.value), "recording the step");
+    collected_.swap(end);  // the one before it goes without the lock
   }
   void wait_for_step(void* stream) {
     std::lock_guard<std::mutex> lock(mutex_);
-    must(pyserve_cuda_stream_wait(stream, stepped_.value), "ordering a copy behind the step");
+    if (collected_) must(pyserve_cuda_stream_wait(stream, collected_->value), "ordering a copy behind the step");
   }
   // The host waits for the compute stream.
   void finish_step() const { must(pyserve_cuda_stream_synchronize(compute_.value), "the step"); }
@@ -118,8 +118,9 @@ class DeviceContext {
  private:
   const int64_t index_;
   Device limits_{};
-  Handle compute_{pyserve_cuda_stream_destroy}, stepped_{pyserve_cuda_event_destroy};
+  Handle compute_{pyserve_cuda_stream_destroy};
   std::mutex mutex_;
+  std::shared_ptr<Handle> collected_;  // guarded by mutex_
 };
 
 }  // namespace pyserve::cuda

@@ -22,7 +22,11 @@ int64_t padded_rows(int64_t num_rows) {  // 1, 2, 4, 8, then by eights, then by 
   return round_up(num_rows, num_rows <= kManyRows ? kFewRows : 32);
 }
 
+int64_t padded_width(int64_t num_pages) { return std::max(kLeastWidth, next_power(num_pages)); }
+
 }  // namespace
+
+Size largest_size(int64_t num_sequences, int64_t num_pages) { return {padded_rows(num_sequences), padded_width(num_pages)}; }
 
 int64_t used_table_width(const Batch& batch, int64_t page_size) {
   return *std::max_element(batch.rows.positions, batch.rows.positions + batch.rows.num_rows) / page_size + 1;
@@ -33,7 +37,7 @@ std::optional<Size> decode_size(const Batch& batch, int64_t page_size, int64_t m
   if (batch.num_samples != rows.num_rows || padded_rows(rows.num_rows) > max_rows) return std::nullopt;
   for (int64_t i = 1; i < rows.num_rows; ++i)
     if (rows.sequences[i] == rows.sequences[i - 1]) return std::nullopt;
-  return Size{padded_rows(rows.num_rows), std::max(kLeastWidth, next_power(used_table_width(batch, page_size)))};
+  return Size{padded_rows(rows.num_rows), padded_width(used_table_width(batch, page_size))};
 }
 
 Layout layout_of(int64_t num_rows, int64_t num_sequences, int64_t table_width, int64_t num_samples, int64_t num_tile_values) {

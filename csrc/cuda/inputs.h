@@ -20,6 +20,9 @@ struct Size {  // that a decode step is padded to
 // The size of a step whose rows are each alone in their sequence and all sampled; nullopt: it is not one, or it has more than `max_rows`.
 std::optional<Size> decode_size(const Batch& batch, int64_t page_size, int64_t max_rows);
 
+// The largest size of a step of so many sequences, each of as many pages at most.
+Size largest_size(int64_t num_sequences, int64_t num_pages);
+
 struct Layout {  // where each part begins, in int32
   int64_t tokens, positions, sequences, page_table, sample_rows, tiles, end;
 };

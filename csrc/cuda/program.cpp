@@ -106,9 +106,11 @@ const Program::Constant* Program::constant(const void* host, int64_t num_bytes) 
 
 Program::Weight Program::constant(const PackedWeight& weight) { return {weight, constant(weight.data, packed_size(weight.type, weight.rows, weight.cols))}; }
 
-void Program::expect(int64_t num_sequences, int64_t context_len) {
+void Program::expect(int64_t num_sequences, int64_t num_pages, int64_t page_size) {
+  check(num_sequences >= 0 && num_pages >= 0 && page_size > 0, "expect: ", num_sequences, " sequences of ", num_pages, " pages of ", page_size, " tokens");
   expected_sequences_ = std::min(num_sequences, max_tokens_);
-  expected_len_ = context_len;
+  expected_pages_ = num_pages;
+  expected_page_size_ = page_size;
 }
 
 Program::RegisterBytes Program::register_bytes(const Register& target) const {
@@ -121,7 +123,8 @@ Program::Needs Program::needs() const {
   Needs needs{};
   for (const Constant& each : constants_) needs.weight_bytes += aligned(each.num_bytes);
   for (const Register& target : registers_) needs.work_bytes += register_bytes(target).all();
-  if (expected_sequences_ > 0) needs.work_bytes += decode_scratch_bytes(expected_sequences_, expected_len_) + prefill_scratch_bytes(max_tiles());
+  const Room room = expected_room();
+  needs.work_bytes += room.inputs + room.decode_scratch + room.prefill_scratch + room.samplers;
   return needs;
 }
 
@@ -150,10 +153,7 @@ void Program::upload() {
   }
   picked_.need(max_samples_ * 4);
   for (Memory& memory : picked_on_host_) memory.need(max_samples_ * 4);
-  if (expected_sequences_ > 0) {
-    decode_scratch_.need(decode_scratch_bytes(expected_sequences_, expected_len_));
-    prefill_scratch_.need(prefill_scratch_bytes(max_tiles()));
-  }
+  make_room(expected_room());
   device_->finish_step();
   by_host_.clear();
   is_uploaded_ = true;

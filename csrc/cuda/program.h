@@ -39,11 +39,11 @@ class Program final : public Recorder {
  public:
   Program(std::shared_ptr<DeviceContext> device, int64_t max_tokens, int64_t max_samples);
 
-  // Between set_logits and the first run. `expect`: memory for steps of so many sequences of up to so many tokens is taken at once.
+  // Between set_logits and the first run. `expect`: memory for steps of so many sequences of up to so many pages each is taken at once.
   struct Needs {
     int64_t weight_bytes, work_bytes;
   };
-  void expect(int64_t num_sequences, int64_t context_len);
+  void expect(int64_t num_sequences, int64_t num_pages, int64_t page_size);
   Needs needs() const;
   void upload();
 
@@ -123,6 +123,11 @@ class Program final : public Recorder {
   int64_t decode_scratch_bytes(int64_t num_rows, int64_t context_len) const;
   int64_t prefill_scratch_bytes(int64_t num_tiles) const;
   int64_t max_tiles() const;
+  struct Room {  // bytes of the memory that grows with the steps
+    int64_t inputs, decode_scratch, prefill_scratch, samplers;
+  };
+  Room expected_room() const;
+  void make_room(const Room& room);
   void grow(Memory& memory, int64_t num_bytes);
   Step place(const Batch& batch, const Pool& pool);
   Step place_decode(const Batch& batch, const Pool& pool, const Size& size);
@@ -145,7 +150,7 @@ class Program final : public Recorder {
   bool is_uploaded_ = false;
   int64_t tile_queries_ = 0;
   std::vector<int64_t> windows_;
-  int64_t expected_sequences_ = 0, expected_len_ = 0, num_launched_ = 0;
+  int64_t expected_sequences_ = 0, expected_pages_ = 0, expected_page_size_ = 0, num_launched_ = 0;
   Memory weights_, inputs_, decode_scratch_, prefill_scratch_, picked_;
   Memory staging_[2]{Memory(Place::host), Memory(Place::host)};  // of the steps under way, in turn
   Memory picked_on_host_[2]{Memory(Place::host), Memory(Place::host)};

@@ -5,6 +5,13 @@
 
 namespace pyserve::cuda {
 
+namespace {
+
+constexpr int64_t kSamplerBytes = 36;   // of a row: three int64, three float
+constexpr int64_t kUsualChanges = 100;  // of a row's logits: a window of 64 tokens, and biases
+
+}  // namespace
+
 // --- memory that grows with the steps
 
 int64_t Program::decode_scratch_bytes(int64_t num_rows, int64_t context_len) const {
@@ -21,6 +28,26 @@ int64_t Program::prefill_scratch_bytes(int64_t num_tiles) const {
 
 int64_t Program::max_tiles() const {  // every sequence may leave one tile unfilled
   return shape_ ? max_tokens_ * (shape_->num_heads / shape_->num_kv_heads) / tile_queries_ + expected_sequences_ : 0;
+}
+
+// For the largest steps that are expected: decode steps padded to a size, and prompts.
+Program::Room Program::expected_room() const {
+  if (expected_sequences_ == 0) return {};
+  const Size size = largest_size(expected_sequences_, expected_pages_);
+  const Layout decode = layout_of(size.num_rows, size.num_rows, size.table_width, size.num_rows, 0);
+  const Layout prompt = layout_of(max_tokens_, expected_sequences_, expected_pages_, max_samples_, 3 * max_tiles());
+  const int64_t changes_bytes = kUsualChanges * static_cast<int64_t>(sizeof(LogitChange));
+  return {std::max(decode.end, prompt.end) * 4, decode_scratch_bytes(size.num_rows, size.table_width * expected_page_size_),
+          prefill_scratch_bytes(max_tiles()), expected_sequences_ * (kSamplerBytes + changes_bytes)};
+}
+
+void Program::make_room(const Room& room) {
+  decode_scratch_.need(room.decode_scratch);
+  prefill_scratch_.need(room.prefill_scratch);
+  inputs_.need(room.inputs);
+  samplers_.need(room.samplers);
+  for (Memory& memory : staging_) memory.need(room.inputs);
+  for (Memory& memory : samplers_on_host_) memory.need(room.samplers);
 }
 
 void Program::grow(Memory& memory, int64_t num_bytes) {
@@ -176,7 +203,6 @@ void Program::launch(const Batch& batch, const Pool& pool, bool is_picking, bool
     must(pyserve_cuda_graph_launch(graph, step.stream), "launching the step");
   }
   ++num_launched_;
-  device_->step_posted();
 }
 
 const float* Program::launch_and_read(const Batch& batch, const Pool& pool, bool follows) {
@@ -201,7 +227,7 @@ const int32_t* Program::read_picked(int64_t num_samples) {
 
 // Behind the step launched last: its samplers go to the device in one copy, bans and penalties change its logits, tokens are drawn.
 void Program::draw(const Samplers& samplers, int64_t num_samples) {
-  const int64_t whole_bytes = num_samples * 24, real_bytes = num_samples * 12, changes_at = whole_bytes + real_bytes;
+  const int64_t whole_bytes = num_samples * 24, changes_at = num_samples * kSamplerBytes;
   const int64_t num_changes = static_cast<int64_t>(samplers.changes.size()), num_bytes = changes_at + num_changes * static_cast<int64_t>(sizeof(LogitChange));
   Memory& staging = samplers_on_host_[(num_launched_ - 1) % 2];
   staging.need(num_bytes);  // its last step has been collected

@@ -71,6 +71,7 @@ void Steps::collect() {
   }
   step->put = nullptr;  // by the caller and without the lock: this object's thread may still have the step in its hands
   if (step->error) std::rethrow_exception(step->error);
+  device_->step_collected(step->end);
 }
 
 void Steps::landed(void* data) {
@@ -119,10 +120,15 @@ std::exception_ptr Steps::without_lock(std::unique_lock<std::mutex>& lock, const
 }
 
 void Steps::post(const StepPtr& step) {
-  step->put();
-  must(pyserve_cuda_event_create(&step->event.value), "making an event");
-  must(pyserve_cuda_event_record(step->event.value, device_->compute()), "recording the step");
-  must(pyserve_cuda_stream_wait(notices_.value, step->event.value), "waiting for the step");
+  try {
+    step->put();
+  } catch (...) {  // what was launched of it still writes to its sequences' pages, which come free when it is done
+    pyserve_cuda_stream_synchronize(device_->compute());
+    throw;
+  }
+  must(pyserve_cuda_event_create(&step->end->value), "making an event");
+  must(pyserve_cuda_event_record(step->end->value, device_->compute()), "recording the step");
+  must(pyserve_cuda_stream_wait(notices_.value, step->end->value), "waiting for the step");
   {
     std::lock_guard<std::mutex> lock(mutex_);
     step->state = State::posted;
@@ -133,7 +139,7 @@ void Steps::post(const StepPtr& step) {
 }
 
 void Steps::look_for_failure(const Step& posted) {
-  const int error = pyserve_cuda_event_query(posted.event.value);
+  const int error = pyserve_cuda_event_query(posted.end->value);
   if (error != kNotReady) must(error, "the step");
 }
 

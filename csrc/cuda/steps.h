@@ -2,7 +2,7 @@
 //
 // A thread of this object's own posts each step to the device, as soon as it is started, and waits for nothing: a second step is on the device's queue while the
 // first runs. When a step's results are in host memory, CUDA calls back (on a stream that only waits for events, so that no step is held up) and the descriptor has
-// a byte to read. No host thread waits for the device.
+// a byte to read. No host thread waits for the device, but where a step could not be posted as a whole: it is done when what was posted of it is.
 //
 // What a step holds is destroyed by its caller: tensors may need Python's lock, which whoever destroys this object has while it waits; and CUDA must not be called
 // (the step's event is destroyed) by what CUDA calls.
@@ -39,7 +39,7 @@ class Steps {
   struct Step {
     std::function<void()> put;
     Steps* owner;
-    Handle event{pyserve_cuda_event_destroy};
+    std::shared_ptr<Handle> end = std::make_shared<Handle>(pyserve_cuda_event_destroy);  // recorded behind it
     State state = State::waiting;
     std::exception_ptr error;
     Step(std::function<void()> put, Steps* owner) : put(std::move(put)), owner(owner) {}

@@ -13,7 +13,15 @@ fakes.register()
 
 from pyserve.ops.device import CpuDevice, Device, PoolShape, open_device  # noqa: E402  what follows needs the extension
 from pyserve.ops.kv import allocate_pool, page_bytes  # noqa: E402
-from pyserve.ops.program import AttentionShape, Program, Register, RopeTable, StepBatch, Weighing  # noqa: E402
+from pyserve.ops.program import (  # noqa: E402
+    AttentionShape,
+    Program,
+    Register,
+    RopeTable,
+    StepBatch,
+    Weighing,
+    sample_rows,
+)
 from pyserve.ops.stream import CopyEvent, CopyFailed, CopyStream, Fence, PageMismatch, comb_table, copy_pages  # noqa: E402
 from pyserve.ops.weights import PackedWeight, pack  # noqa: E402
 
@@ -40,6 +48,7 @@ __all__ = [
     "open_device",
     "pack",
     "page_bytes",
+    "sample_rows",
 ]
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from pyserve.ops import weights
-from pyserve.ops.program import Program, Register, StepBatch
+from pyserve.ops.program import Program, Register, StepBatch, sample_rows
 from pyserve.ops.stream import CopyStream, Fence, first_line
 from pyserve.ops.weights import PackedWeight
 
@@ -37,7 +37,8 @@ class CudaProgram(Program):
     """A program whose instructions run on the device. `run` reads logits back; `run_greedy` only token ids.
 
     `room` is asked before anything is put on the device: with the bytes of the weights and those to work in. It may
-    raise. `expected`: sequences in a step and tokens in a sequence, at most; what they need is taken at once.
+    raise. `expected`: sequences in a step and pages of a sequence, at most, and tokens in a page; what they need is
+    taken at once.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class CudaProgram(Program):
         *,
         max_tokens: int,
         max_samples: int,
-        expected: tuple[int, int] | None = None,
+        expected: tuple[int, int, int] | None = None,
         room: Callable[[int, int], None] = lambda weight_bytes, work_bytes: None,
         are_graphs_used: bool = True,
     ) -> None:
@@ -70,13 +71,8 @@ class CudaProgram(Program):
         return result
 
     def sample(self, logits: torch.Tensor, real: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """On the host, row by row."""
-        rows = zip(logits, real.tolist(), whole.tolist(), strict=True)
-        picked = [
-            torch.ops.pyserve.sample_row(row, temperature, top_k, top_p, min_p, seed, position)
-            for row, (temperature, top_p, min_p), (top_k, seed, position) in rows
-        ]
-        return torch.tensor(picked, dtype=torch.int32)
+        """On the host."""
+        return sample_rows(logits, real, whole)
 
     def use_graphs(self, are_used: bool) -> None:
         """Whether decode steps may be launched as CUDA graphs."""
@@ -89,7 +85,9 @@ class CudaProgram(Program):
 
 
 class CudaCopyStream(CopyStream):
-    """Copies on a CUDA stream. Each comes after the step posted last, by an event that the device waits for."""
+    """Copies on a CUDA stream. Each comes after the step collected last, by an event that the device waits for; steps
+    that are not collected yet must not touch its pages.
+    """
 
     def __init__(self, device: Any) -> None:
         self._handle = torch.classes.pyserve_cuda.CopyStream(device)

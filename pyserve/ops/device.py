@@ -121,7 +121,7 @@ class CudaDevice:
             self._handle,
             max_tokens=max_tokens,
             max_samples=max_samples,
-            expected=None if pool is None else (pool.num_slots, pool.num_tokens),
+            expected=None if pool is None else (pool.num_slots, pool.num_pages, pool.page_size),
             room=self._check_room,
             are_graphs_used=os.environ.get("PYSERVE_CUDA_GRAPHS", "1") != "0",
         )

@@ -85,6 +85,16 @@ class Weighing:
     values: torch.Tensor  # float32 [n, 2]: bias, and how often the token is in the window of the row's penalties
 
 
+def sample_rows(logits: torch.Tensor, real: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """As `Program.sample`, without a program: one row after the other in the calling thread."""
+    rows = zip(logits, real.tolist(), whole.tolist(), strict=True)
+    picked = [
+        torch.ops.pyserve.sample_row(row, temperature, top_k, top_p, min_p, seed, position)
+        for row, (temperature, top_p, min_p), (top_k, seed, position) in rows
+    ]
+    return torch.tensor(picked, dtype=torch.int32)
+
+
 class Program:
     """Built once: `buffer`, the instructions, `set_logits`. Then `run`, one at a time, from any thread.
 

@@ -58,7 +58,7 @@ def emulator(opened: ops.Device) -> Iterator[ctypes.CDLL]:
     if not IS_EMULATED:
         pytest.skip("the emulator's knobs")
     knobs = ctypes.CDLL(str(build_extension()))
-    for name in ("num_blocks", "num_waits", "num_launches", "num_graph_launches"):
+    for name in ("num_blocks", "num_waits", "num_launches", "num_graph_launches", "num_outstanding"):
         getattr(knobs, f"emulator_{name}").restype = ctypes.c_int64
     yield knobs
     knobs.emulator_reset()

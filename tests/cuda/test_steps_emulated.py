@@ -240,6 +240,50 @@ def test_steps_behind_one_another_pick_what_they_pick_one_by_one_and_nobody_wait
     assert count("waits") == num_waits
 
 
+def test_copies_beside_a_step_wait_for_those_that_were_collected_and_not_for_it(
+    program: CudaProgram, pools: Callable[[], Pool], emulator: ctypes.CDLL, opened: ops.Device
+) -> None:
+    """R15: a park of a sequence that the step leaves out, and a restore into a page that is nobody's."""
+    pool, written, free = pools(), int(TABLE[1, 0]), 38
+    drain(program)
+    program.start(decode([0, 1], [5, 6], [0, 0]), pool, *tables(2))
+    wait_for_step(program)
+    program.collect()
+    stream, num_bytes = opened.copy_stream(), ops.page_bytes(pool)
+    host, parked = (opened.pinned(torch.full((num_bytes,), 7, dtype=torch.uint8)) for _ in range(2))
+    wanted = bits(pool[written])
+    emulator.emulator_slow_launches(20_000)
+    program.start(decode([0], [7], [1]), pool, *tables(1))
+    wait_for(lambda: emulator.emulator_num_outstanding() > 0)  # a thread of the program's posts it
+    for event in (stream.copy_pages(pool, parked, [written], True), stream.copy_pages(pool, host, [free], False)):
+        assert event.wait(60)
+    assert not select.select([program.fileno()], [], [], 0)[0], "the step has ended first"
+    emulator.emulator_slow_launches(0)
+    assert bits(parked) == wanted
+    assert bits(pool[free]) == bits(host)
+    wait_for_step(program)
+    program.collect()
+    stream.close()
+
+
+def test_a_step_that_could_not_be_posted_as_a_whole_is_done_when_the_rest_has_run(
+    program: CudaProgram, pools: Callable[[], Pool], emulator: ctypes.CDLL
+) -> None:
+    """R20, R26: its sequences' pages come free with it, and it still writes to them until then."""
+    pool, batch = pools(), decode([0], [5], [0])
+    wanted = program.run_greedy(batch, pool).tolist()
+    drain(program)
+    emulator.emulator_slow_launches(3000)
+    emulator.emulator_fail_posts(ctypes.c_int64(1))  # the batch goes up, the kernels run, the tokens cannot come back
+    program.start(batch, pool, *tables(1))
+    wait_for_step(program)
+    assert emulator.emulator_num_outstanding() == 0
+    with pytest.raises(RuntimeError, match="reading tokens back failed"):
+        program.collect()
+    emulator.emulator_slow_launches(0)
+    assert program.run_greedy(batch, pool).tolist() == wanted
+
+
 def test_rows_that_the_host_samples_are_picked_as_after_a_run(program: CudaProgram, pools: Callable[[], Pool]) -> None:
     batch, pool = prompts([4, 2, 3]), pools()
     real, whole, _ = tables(3, temperature=1.5)

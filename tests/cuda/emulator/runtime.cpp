@@ -10,6 +10,7 @@ extern "C" int emulator_cuEventQuery(cudaEvent_t event);
 extern "C" int emulator_cuMemcpyBatchAsync(const uintptr_t* to, const uintptr_t* from, const size_t* sizes, size_t count, const void* attributes,
                                            const size_t* attribute_starts, size_t num_attributes, size_t* failed, cudaStream_t stream);
 extern "C" void emulator_pause(int is_paused);
+extern "C" void emulator_slow_launches(int delay_us);
 
 namespace emulator {
 
@@ -114,6 +115,7 @@ void emulator_set_last_error(int error) { last_error = static_cast<cudaError_t>(
 // As a new process would be: nothing runs, knobs at rest, no error. Memory and streams stay.
 void emulator_reset() {
   knobs = Knobs{};
+  emulator_slow_launches(0);
   emulator_pause(0);
   wait_until_idle();
   error_of_device.store(cudaSuccess, std::memory_order_relaxed);

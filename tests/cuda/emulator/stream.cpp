@@ -226,12 +226,16 @@ void wait_until_idle() {
 }
 
 static std::atomic<int64_t> num_launches{0};  // kernels, one by one
+static std::atomic<int> launch_delay_us{0};   // before each of them
 
 cudaError_t launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, std::function<void()> body) {
   num_launches.fetch_add(1, std::memory_order_relaxed);
   const cudaError_t shape = check_shape(grid, block, shared_bytes);
   if (shape != cudaSuccess) return remember(shape);
-  auto work = [=, body = std::move(body)] { return run_kernel(grid, block, shared_bytes, body); };
+  auto work = [=, body = std::move(body)] {
+    if (const int delay_us = launch_delay_us.load(std::memory_order_relaxed); delay_us > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
+    return run_kernel(grid, block, shared_bytes, body);
+  };
   return remember(post(stream, std::move(work), nullptr, 0, false));
 }
 
@@ -365,6 +369,8 @@ int emulator_cuEventQuery(cudaEvent_t event) {
   if (device_error() != cudaSuccess) return static_cast<int>(device_error());
   return is_done ? 0 : kNotReady;
 }
+
+void emulator_slow_launches(int delay_us) { launch_delay_us.store(delay_us, std::memory_order_relaxed); }
 
 int64_t emulator_num_launches() { return num_launches.load(std::memory_order_relaxed); }
 
