@@ -12,7 +12,8 @@ from typing import Any
 from tools.gpu_check.machine import ROOT, Machine, ask_nvidia_smi, device_library
 from tools.gpu_check.results import NotHere, Result, check
 
-ENGINE_TESTS = tuple(f"tests/cuda/test_{name}_emulated.py" for name in ("engine", "steps", "company"))
+ENGINE_TOPICS = ("engine", "engine_beside", "steps", "windows", "company", "sampling")
+ENGINE_TESTS = tuple(f"tests/cuda/test_{name}_emulated.py" for name in ENGINE_TOPICS)
 
 
 def this_machine(machine: Machine) -> Result:
