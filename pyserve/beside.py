@@ -115,8 +115,9 @@ class Beside:
         rows = self._ledger.follow(running, places, plan)
         if rows is None:
             return None
-        self._is_park_due = bool(leaving)
-        return self._steps.start_behind(rows, places + [-1] * (len(rows) - len(places)))
+        ahead = self._steps.start_behind(rows, places + [-1] * (len(rows) - len(places)))
+        self._is_park_due = ahead is not None and bool(leaving)
+        return ahead
 
     def _goes_on(self, sequence: Sequence) -> bool:
         """Whether a sequence in the running step wants another token after it, if that is not one to stop at."""

@@ -218,6 +218,7 @@ class Runner:
 
         Raises RuntimeError or ValueError when it fails; the pool's other pages are as before.
         """
+        assert step.sources is None, "its tokens are not known"
         logits = self._program.run(step.batch, self._kv.tensor)  # [samples, vocab]
         prompt_logprobs = {row.sequence.id: _score(logits, row, first) for row, first in step.scored}
         if not step.sample_at:

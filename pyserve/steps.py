@@ -59,11 +59,12 @@ class Steps:
             self._begun.append(begun)
         return begun
 
-    def start_behind(self, rows: Rows, sources: list[int]) -> Begun:
+    def start_behind(self, rows: Rows, sources: list[int]) -> Begun | None:
         """The decode step behind the one that runs: row i computes what that picks for its sample row `sources[i]`, or,
-        where that is -1, the token that its sequence has.
+        where that is -1, the token that its sequence has. None: somebody's row is not for the program to sample.
         """
-        return self.start(self._runner.prepare_next(rows, sources))
+        step = self._runner.prepare_next(rows, sources)
+        return self.start(step) if step.is_plain else None
 
     def repeat(self, begun: Begun) -> Begun:
         """The decode step of the same sequences behind `begun`, a decode step that runs."""

@@ -2,7 +2,7 @@
 
 Starts the real server with the demo model, every page of parked state hashed, a pool of a third of what its slots
 could hold, and so little memory and disk for parked state that it lies in both and the rest is computed again. Clients
-then ask, at random, for answers from a fixed list of requests: greedy and seeded, streamed and not, one answer or two,
+then ask, at random, for answers from a fixed list of requests: greedy and seeded, streamed and not, one answer or two, with log-probabilities and without,
 prompts of 10 to 400 tokens of which some begin alike. A third of them hangs up at a random moment.
 
 What must hold, or the exit status is 1: every finished text is the one that the same request had on the idle server,
@@ -73,6 +73,7 @@ def questions(count: int, seed: int) -> list[Question]:
             "seed": 1000 + number,
             "n": 2 if number % 5 == 1 else 1,
             "ignore_eos": True,
+            "logprobs": 1 if number % 7 == 3 else None,
         }
         made.append(Question(body, int(body["n"])))  # type: ignore[call-overload]
     return made

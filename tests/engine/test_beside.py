@@ -7,7 +7,10 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from pyserve.engine import Engine
 from pyserve.models.load import Model
@@ -107,3 +110,22 @@ def test_a_park_whose_copies_are_slow_costs_them_and_three_steps(tiny_model: Mod
     assert pace.num_alone <= num_prompt_steps + 2 * 5
     assert [outcome.tokens for outcome in result.outcomes] == [alone(tiny_model, chat) for chat in chats]
     assert_clean(result)
+
+
+@pytest.mark.parametrize("preempt_every", [0, 8])
+def test_who_wants_log_probabilities_comes_back_to_chats_that_do_not(tiny_model: Model, preempt_every: int) -> None:
+    """A step with it takes another way than those that can be started behind one that runs (R36)."""
+    chats = [
+        request(seed, 40, 60, sampling=replace(SEEDED, num_logprobs=2 if seed == 1 else None)) for seed in range(4)
+    ]
+    for _ in range(3):
+        result = run(
+            tiny_model, [[chat] for chat in chats], ctx_size=512 if preempt_every else 256, parallel=4, page_size=4,
+            preempt_every=preempt_every,
+        )  # fmt: skip
+        assert result.preempts > 0
+        for chat, outcome in zip(chats, result.outcomes, strict=True):
+            (wanted,) = run(tiny_model, [[chat]], ctx_size=512, parallel=1).outcomes
+            assert outcome.error is None
+            assert (outcome.tokens, outcome.logprobs) == (wanted.tokens, wanted.logprobs)
+        assert_clean(result)

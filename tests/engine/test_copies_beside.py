@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from pyserve.engine import Engine
 from pyserve.errors import Unavailable
 from pyserve.models.load import Model
+from pyserve.types import SequenceRequest
 from tests.engine.test_look_ahead import model, random_request, seen
 from tests.engine.workload import Run, assert_clean, ignore_speed, request, run
 
@@ -114,9 +115,15 @@ def is_over(event: Any) -> bool:
         return True
 
 
+def sometimes_scored(wanted: SequenceRequest, source: random.Random) -> SequenceRequest:
+    """With log-probabilities now and then: its steps take another way."""
+    num_logprobs = source.choice([None, None, None, None, 0, 3])
+    return replace(wanted, sampling=replace(wanted.sampling, num_logprobs=num_logprobs))
+
+
 def workload(model: Model, source: random.Random) -> tuple[Run, Watch, list[Any]]:
     page_size = source.choice([1, 4, 16])
-    requests = [random_request(source) for _ in range(source.randrange(2, 9))]
+    requests = [sometimes_scored(random_request(source), source) for _ in range(source.randrange(2, 9))]
     watch = Watch(page_size)
     result = run(
         model,
@@ -143,6 +150,7 @@ def test_no_step_touches_a_page_in_transfer(model: Model) -> None:
         num_beside += watch.num_beside
         wanted = [run(model, [[each]], ctx_size=512, parallel=1).outcomes[0] for each in requests]
         assert [seen(outcome) for outcome in result.outcomes] == [seen(outcome) for outcome in wanted]
+        assert [outcome.logprobs for outcome in result.outcomes] == [outcome.logprobs for outcome in wanted]
     assert num_copies > 200
     assert num_beside > 50
 
