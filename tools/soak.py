@@ -2,8 +2,9 @@
 
 Starts the real server with the demo model, every page of parked state hashed, a pool of a third of what its slots
 could hold, and so little memory and disk for parked state that it lies in both and the rest is computed again. Clients
-then ask, at random, for answers from a fixed list of requests: greedy and seeded, streamed and not, one answer or two, with log-probabilities and without,
-prompts of 10 to 400 tokens of which some begin alike. A third of them hangs up at a random moment.
+then ask, at random, for answers from a fixed list of requests: greedy and seeded, streamed and not, one answer or two,
+with log-probabilities and without, prompts of 10 to 400 tokens of which some begin alike. A third of them hangs up at a
+random moment.
 
 What must hold, or the exit status is 1: every finished text is the one that the same request had on the idle server,
 every cut one is its beginning; no error; parks and restores are announced in pairs; nothing is ever stuck; at the end
