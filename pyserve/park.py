@@ -126,6 +126,15 @@ class Parking:
         kept = sum(each.num_pages for each in self._kept.values()) + self.tiers.blocks.kept_pages()
         return max(0, self.arena.free_pages(time.monotonic()) + kept - self._queued_pages())
 
+    def spared_pages(self, sequence: Sequence, chain: Items[Hashable]) -> int:
+        """How many of its pages, whose leading ones have the keys `chain`, lie in memory to stay, so that no park
+        copies or holds them again. One of whom something is kept goes on with the blocks that it has then.
+        """
+        kept = self._kept.get(sequence.id)
+        if kept is None:
+            return self.tiers.common_pages(chain)
+        return sum(share.used for share in kept.shares if not share.block.is_kept)
+
     def disk_free_pages(self) -> int:
         """Pages that may still be parked on disk."""
         return 0 if self.disk is None else self.disk.free_pages(time.monotonic())

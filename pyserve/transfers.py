@@ -67,8 +67,9 @@ class Transfers:
 
     def spared_pages(self, sequence: Sequence) -> int:
         """Pages that a park of it into memory would not copy, since another park has (R11)."""
-        tiers = self._parking.tiers
-        return tiers.common_pages(self._ledger.common_pages(sequence)[0]) if tiers.blocks else 0
+        if not self._parking.tiers.blocks:
+            return 0
+        return self._parking.spared_pages(sequence, self._ledger.common_pages(sequence)[0])
 
     def recover(self) -> None:
         """The engine failed between a plan and its copies, and everybody has ended: nobody waits for what is not

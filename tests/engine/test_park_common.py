@@ -365,3 +365,22 @@ def test_what_residents_keep_in_common_is_room_once(tmp_path: Path) -> None:
     assert parking.free_pages() == num_free
     assert parking.tiers.common_pages(CHAIN[:3]) == 0
     finish(parking)
+
+
+@pytest.mark.parametrize("num_pages", [4, 5, 6, 7, 8])
+def test_room_that_is_said_to_be_there_is_there_for_one_of_whom_something_is_kept(num_pages: int) -> None:
+    """What is kept of it is its own copy of pages that lie in a block by now: they are not spared it as well (R22)."""
+    kv = small_store()
+    parking = Parking(kv, budget_bytes=10 * kv.page_bytes)
+    first, second, pages, more_pages = two(kv)
+    parking.park(first, pages, Tier.RAM, chain=CHAIN[:3])
+    assert one(parking).ending is Ending.DONE
+    assert restore(parking, first, pages).ending is Ending.DONE
+    assert park_in_common(parking, second, more_pages).ending is Ending.DONE
+    pages = [*pages, 11, 12, 13, 14][:num_pages]
+    first.num_computed = num_pages * PAGE_SIZE
+    is_room = num_pages - parking.spared_pages(first, CHAIN[:3]) <= parking.free_pages()
+    assert is_room == (num_pages == 4)
+    assert parking.spared_pages(sequence_of(14, id=3), CHAIN[:3]) == 3
+    assert park_in_common(parking, first, pages).ending is (Ending.DONE if is_room else Ending.FAILED)
+    finish(parking)
