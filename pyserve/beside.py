@@ -56,9 +56,7 @@ class Beside:
         now_s = time.monotonic()
         plan = self._transfers.plan(now_s)
         inside = {each.id for each in begun.step.rows.sequences}
-        if plan.restores or plan.admissions or plan.failures or plan.refused_rotation:
-            return []
-        if any(park.sequence.id in inside for park in plan.parks):
+        if not plan.has_nothing_but_parks or any(park.sequence.id in inside for park in plan.parks):
             return []
         self._ledger.apply(replace(plan, rows=Rows()), now_s * 1e3)
         self._transfers.start(plan.parks, ())

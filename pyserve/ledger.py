@@ -119,7 +119,7 @@ class Ledger(Census):
         on comes after it.
         """
         view, sequences = self._view, running.sequences
-        if plan.restores or plan.admissions or plan.failures or plan.refused_rotation:
+        if not plan.has_nothing_but_parks:
             return None
         if not self.limits.is_async if plan.parks else plan.rotation_head is not view.rotation_head:
             return None

@@ -337,19 +337,19 @@ class Parking:
         copy.result = ending
         if copy in self._queue:
             self._queue.remove(copy)
-        if ending not in (Ending.DONE, Ending.CALLED_OFF):
+        is_well = ending in (Ending.DONE, Ending.CALLED_OFF)
+        if not is_well:
             for share in copy.parked.shares:
                 self.tiers.blocks.forget(share.block)  # it may be what went wrong
         if ending is Ending.OVERDUE:
             self._overdue[copy.id] = copy
-        elif copy.is_discarded or ending not in (Ending.DONE, Ending.CALLED_OFF):
+        elif copy.is_discarded or not is_well:
             self.tiers.release(copy.parked)
         elif copy.is_restore and ending is Ending.DONE:
             self._resident(copy)
         else:
             self._parked[copy.sequence.id] = copy.parked
-        is_well = copy.is_discarded or ending in (Ending.DONE, Ending.CALLED_OFF)
-        if self.disk is not None and copy.tier is Tier.DISK and not is_well:
+        if self.disk is not None and copy.tier is Tier.DISK and not (is_well or copy.is_discarded):
             self.disk.failed(now_s)
         return copy.report(ending, now_s)
 

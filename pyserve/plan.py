@@ -206,6 +206,11 @@ class Plan:
     refused_rotation: Sequence | None = None  # the parked head, once per park, when no tier could hold a second one
 
     @property
+    def has_nothing_but_parks(self) -> bool:
+        """Whether nothing is to be done beside parks and rows."""
+        return not (self.restores or self.admissions or self.failures or self.refused_rotation)
+
+    @property
     def moved(self) -> list[Sequence]:
         """Those that are parked or brought back."""
         return [*(park.sequence for park in self.parks), *(restore.sequence for restore in self.restores)]

@@ -31,7 +31,6 @@ class Tiers:
         self.stream = stream
         self.blocks = Blocks()  # what several parked sequences have in common
         self._kv = kv
-        self._page_size = kv.tensor.shape[4]
         self._verify = verify
 
     def park_in_memory(self, copy: Copy, extents: list[Extent]) -> None:
@@ -55,7 +54,7 @@ class Tiers:
         start = min(host.full_pages, len(pages) - first)
         host.choose_hashes(start, self._verify, salt)
         copy.num_bytes = (num_new + len(pages) - first - start) * self._kv.page_bytes
-        host.full_pages = copy.sequence.num_computed // self._page_size - first
+        host.full_pages = copy.sequence.num_computed // self._kv.page_size - first
         self._post(copy.events, host, pages[first:], start, to_host=True)
         copy.pages = copy.chain = ()
 
