@@ -7,13 +7,14 @@ import string
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pyserve.errors import InvalidRequest
+from pyserve.errors import ContextExceeded, InvalidRequest
 from pyserve.http import sampling
 from pyserve.http.prompts import TokenPrompt
 from pyserve.http.schema import GenerationBody
 from pyserve.types import SequenceRequest
 
 if TYPE_CHECKING:
+    from pyserve.generation import Generation
     from pyserve.http.state import ServerState
 
 ALPHABET = string.ascii_letters + string.digits
@@ -37,6 +38,7 @@ class Job:
     return_progress: bool
     comments: bool
     ping_interval_s: float
+    prompt_field: str = "prompt"  # of the body, for errors
     echoes: tuple[str, ...] = ()  # per prompt: text that goes before the answer
 
     def echo(self, index: int) -> str:
@@ -52,6 +54,7 @@ def make_job(
     prefix: str,
     num_logprobs: int | None,
     prompt_logprobs: int | None = None,
+    prompt_field: str = "prompt",
     echoes: tuple[str, ...] = (),
 ) -> Job:
     """Check the fields that all generating endpoints share. Raises InvalidRequest."""
@@ -89,8 +92,18 @@ def make_job(
         return_progress=bool(body.return_progress),
         comments=state.settings.sse_comments and body.sse_comments is not False,
         ping_interval_s=max(interval_s, 0.05) if interval_s > 0 else -1.0,
+        prompt_field=prompt_field,
         echoes=echoes,
     )
+
+
+def submit(job: Job, state: ServerState) -> Generation:
+    """Start it. Raises ContextExceeded, which names the prompt's field, or Unavailable, and then nothing was started."""
+    try:
+        return state.served.engine.submit(job.requests, job.id)
+    except ContextExceeded as error:
+        error.param = job.prompt_field
+        raise
 
 
 def _check_constraints(body: GenerationBody) -> None:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from pyserve.http import sampling, shapes, sse
 from pyserve.http.answers import answer
 from pyserve.http.choice import Choice, Piece
-from pyserve.http.job import Job, make_job
+from pyserve.http.job import Job, make_job, submit
 from pyserve.http.openai import make_choices, prepare
 from pyserve.http.prompts import completion_prompts
 from pyserve.http.schema import NativeBody, decode, read_body
@@ -23,10 +23,9 @@ from pyserve.types import FinishReason, PromptProgress
 async def completion(request: Request) -> Response:
     """POST /completion and /completions."""
     state: ServerState = request.app.state.server
-    served = state.served
     job = await prepare(await read_body(request), lambda body: _job(body, state))
     choices = make_choices(job, state)
-    generation = served.engine.submit(job.requests, job.id)
+    generation = submit(job, state)
     return answer(job, choices, generation, NativeWriter(job, choices, state))
 
 

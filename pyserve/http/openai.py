@@ -13,7 +13,7 @@ from pyserve.errors import InvalidRequest
 from pyserve.http import sampling
 from pyserve.http.answers import answer
 from pyserve.http.choice import Choice
-from pyserve.http.job import Job, make_job
+from pyserve.http.job import Job, make_job, submit
 from pyserve.http.messages import render_chat
 from pyserve.http.prompts import TokenPrompt, chat_prompt, completion_prompts
 from pyserve.http.schema import ChatBody, CompletionBody, decode, read_body
@@ -31,7 +31,7 @@ async def chat_completions(request: Request) -> Response:
     served = state.served
     job = await prepare(await read_body(request), lambda body: _chat_job(body, state))
     choices = make_choices(job, state)
-    generation = served.engine.submit(job.requests, job.id)
+    generation = submit(job, state)
     return answer(job, choices, generation, ChatWriter(job, choices, served.tokenizer, state.alias))
 
 
@@ -41,7 +41,7 @@ async def completions(request: Request) -> Response:
     served = state.served
     job, num_added = await prepare(await read_body(request), lambda body: _completion_job(body, state))
     choices = make_choices(job, state)
-    generation = served.engine.submit(job.requests, job.id)
+    generation = submit(job, state)
     return answer(job, choices, generation, CompletionWriter(job, choices, served.tokenizer, state.alias, num_added))
 
 
@@ -68,7 +68,13 @@ def _chat_job(data: bytes, state: ServerState) -> Job:
     body = decode(data, ChatBody)
     prompt, echo = chat_tokens(body, state)
     return make_job(
-        body, [prompt], state, prefix="chatcmpl-", num_logprobs=_chat_logprobs(body), echoes=(echo,) if echo else ()
+        body,
+        [prompt],
+        state,
+        prefix="chatcmpl-",
+        num_logprobs=_chat_logprobs(body),
+        prompt_field="messages",
+        echoes=(echo,) if echo else (),
     )
 
 

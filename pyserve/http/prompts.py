@@ -34,7 +34,8 @@ def completion_prompts(prompt: Prompt | None, state: ServerState) -> list[TokenP
     tokenizer = state.served.tokenizer
     if prompt is None:
         raise InvalidRequest("Field 'prompt' is missing", param="prompt")
-    check_text_size([prompt] if isinstance(prompt, str) else (part for part in prompt if isinstance(part, str)), state)
+    texts = [prompt] if isinstance(prompt, str) else (part for part in prompt if isinstance(part, str))
+    check_text_size(texts, state, "prompt")
     if isinstance(prompt, str):
         return [_text(prompt, tokenizer, "prompt")]
     if not prompt:
@@ -50,7 +51,7 @@ def completion_prompts(prompt: Prompt | None, state: ServerState) -> list[TokenP
 def chat_prompt(text: str, state: ServerState) -> TokenPrompt:
     """A rendered chat: special tokens are read as such, and BOS is added unless the template wrote it."""
     tokenizer = state.served.tokenizer
-    check_text_size([text], state)
+    check_text_size([text], state, "messages")
     tokens = tokenizer.encode(text)
     bos = tokenizer.bos_id
     if tokenizer.adds_bos and bos is not None and tokens[:1] != [bos]:
@@ -60,7 +61,7 @@ def chat_prompt(text: str, state: ServerState) -> TokenPrompt:
     return TokenPrompt(tuple(tokens))
 
 
-def check_text_size(texts: Iterable[str], state: ServerState) -> None:
+def check_text_size(texts: Iterable[str], state: ServerState, field: str) -> None:
     """Raises ContextExceeded for a text that cannot fit, whatever its tokens are, before memory is spent on them."""
     context_len = state.served.engine.limits.context_len
     most = context_len * state.served.tokenizer.longest_token_bytes * SHRINKAGE
@@ -68,7 +69,7 @@ def check_text_size(texts: Iterable[str], state: ServerState) -> None:
         if len(text) > most:
             least = len(text) * context_len // most
             message = f"the prompt has at least {least} tokens and a conversation may have {context_len}: shorten it"
-            raise ContextExceeded(message, n_prompt_tokens=least, n_ctx=context_len)
+            raise ContextExceeded(message, n_prompt_tokens=least, n_ctx=context_len, param=field)
 
 
 def check_tokens(tokens: Sequence[int], tokenizer: Tokenizer, field: str) -> tuple[int, ...]:

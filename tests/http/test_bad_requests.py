@@ -202,13 +202,15 @@ def test_a_prompt_that_no_queue_or_context_can_hold_is_not_tokenised(path: str, 
     with patch.object(served.tokenizer, "encode", side_effect=AssertionError("tokenised")):
         check(ask("POST", path, {"prompt": prompt}, served=served), 400, kind)
         error = check(chat({"messages": [{"role": "user", "content": "a" * 100_000}]}, served=served), 400, LONG)
-    assert 1024 < error["n_prompt_tokens"] < 100_000 and error["n_ctx"] == 1024
+    assert 1024 < error["n_prompt_tokens"] < 100_000 and error["n_ctx"] == 1024 and error["param"] == "messages"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_errors_of_the_engine_keep_their_status_also_for_streams(stream: bool) -> None:
     error = check(complete({"prompt": "x" * 2000, "stream": stream}), 400, "exceed_context_size_error")
-    assert (error["n_prompt_tokens"], error["n_ctx"]) == (2000, 1024)
+    assert (error["n_prompt_tokens"], error["n_ctx"], error["param"]) == (2000, 1024, "prompt")
+    long_chat = {"messages": [{"role": "user", "content": "x" * 2000}], "stream": stream}
+    assert check(chat(long_chat), 400, "exceed_context_size_error")["param"] == "messages"
     full = chat({"stream": stream}, served=FakeServed(FakeEngine(max_queue=0)))
     check(full, 503, "unavailable_error")
     assert full.headers["retry-after"] == "1"
