@@ -18,7 +18,7 @@
 // own infinity in V can reach rows of its tile that do not see it.
 //
 // Not handled: negative scale, KV in f32 (attention_f32.cu), heads of other sizes, attention sinks, ALiBi, tree masks.
-// Not run on hardware so far: proved on the emulator of tests/cuda, compiled for sm_80, sm_90 and sm_90a.
+// Not run on hardware so far: proved on the emulator of tests/cuda, compiled for sm_80 to sm_120.
 #pragma once
 #include <type_traits>
 
@@ -241,7 +241,7 @@ __device__ __forceinline__ void attend_values(State<D, M>& state, const Weights<
 #pragma unroll
   for (int n = 0; n < D / 8; n += 2) {
     // Never taken: a branch keeps the compiler from overlapping more than the registers hold.
-    if (D == 256 && n % 8 == 0 && static_cast<int>(blockDim.x) <= n) break;
+    if (D >= (kReadsFarAhead ? 96 : 256) && n % 8 == 0 && static_cast<int>(blockDim.x) <= n) break;
     float added[M][2][4] = {};
 #pragma unroll
     for (int step = 0; step < 4; ++step) {

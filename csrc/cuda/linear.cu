@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(32 * kSpans, N == 1 ? 4 : 1)
 #pragma unroll(N == 1 && !W::is_k ? 2 : 1)
   for (int at = span_start(warp, count); at < end; ++at) {
     Record<W> record;
-    record.template load<true>(tile + header_at<W>(at), tile + record_at<W>(at), lane);
+    const uint8_t* header = tile + header_at<W>(at);  // one place of 64 bits for both: two are more than the registers of sm_100 hold
+    record.template load<true>(header, header + behind_header<W>(at), lane);
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
       uint32_t a[4];

@@ -51,8 +51,12 @@ __host__ __device__ constexpr int64_t header_at(int record) {  // in its tile
   return static_cast<int64_t>(record / W::group) * W::group_bytes;
 }
 template <class W>
+__host__ __device__ constexpr int behind_header(int record) {
+  return W::header_bytes + record % W::group * W::record_bytes;
+}
+template <class W>
 __host__ __device__ constexpr int64_t record_at(int record) {
-  return header_at<W>(record) + W::header_bytes + record % W::group * W::record_bytes;
+  return header_at<W>(record) + behind_header<W>(record);
 }
 
 // Calls action with the type's struct as template argument.

@@ -5,6 +5,13 @@
 
 namespace pyserve::cuda {
 
+// For compute capability 10 and later the compiler moves what is read of shared memory further ahead of its use than for those before.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr bool kReadsFarAhead = true;
+#else
+constexpr bool kReadsFarAhead = false;
+#endif
+
 #ifdef __CUDACC__
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
