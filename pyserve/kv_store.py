@@ -26,6 +26,18 @@ def page_bytes(num_layers: int, num_kv_heads: int, page_size: int, head_dim: int
     return num_layers * 2 * num_kv_heads * page_size * head_dim * KV_TYPES[kv_type].itemsize
 
 
+def check_memory(device: Device, num_pages: int, page_size: int, page_bytes: int) -> None:
+    """Raises SettingsError when a pool of that many pages is more than the machine has free. A GPU's memory is compared
+    with weights and work space beside it, by its program.
+    """
+    wanted, free = num_pages * page_bytes, available_bytes()
+    if device.name == "cpu" and wanted > free:
+        raise SettingsError(
+            f"--ctx-size {num_pages * page_size} needs {wanted >> 20} MiB for its KV pool and {free >> 20} MiB are "
+            "free: lower --ctx-size"
+        )
+
+
 class KvStore:
     """All pages of the pool: `tensor` [pages, layers, 2, kv_heads, page_size, head_dim], a page contiguous."""
 
@@ -50,12 +62,7 @@ class KvStore:
         self.page_bytes = page_bytes(num_layers, num_kv_heads, page_size, head_dim, kv_type)
         self.page_size = page_size
         self.kv_type = kv_type
-        wanted = num_pages * self.page_bytes
-        if self.device.name == "cpu" and wanted > available_bytes():
-            raise SettingsError(
-                f"--ctx-size {num_pages * page_size} needs {wanted >> 20} MiB for its KV pool and "
-                f"{available_bytes() >> 20} MiB are free: lower --ctx-size"
-            )
+        check_memory(self.device, num_pages, page_size, self.page_bytes)
         try:
             self.tensor = self.device.allocate_pool(num_pages, num_layers, num_kv_heads, page_size, head_dim, dtype)
         except MemoryError as error:

@@ -16,7 +16,7 @@ from pyserve.disk_tier import DiskTier
 from pyserve.engine import Engine
 from pyserve.errors import SettingsError
 from pyserve.handle import EngineHandle
-from pyserve.kv_store import KvStore, page_bytes, resolve_kv_type
+from pyserve.kv_store import KvStore, check_memory, page_bytes, resolve_kv_type
 from pyserve.ledger import Ledger
 from pyserve.models.load import Model, load
 from pyserve.models.spec import ModelSpec
@@ -63,7 +63,7 @@ async def start_engine(settings: Settings, model_path: Path, on_progress: Callab
             num_threads=num_threads,
             on_progress=on_progress,
             device=device,
-            on_spec=lambda spec: device.expect(_pool_shape(spec, settings, device)),
+            on_spec=lambda spec: _expect_pool(spec, settings, device),
         )
     except ValueError as error:
         reason = str(error).split("\n", 1)[0]  # torch adds a trace of its own calls
@@ -76,10 +76,13 @@ async def start_engine(settings: Settings, model_path: Path, on_progress: Callab
     return ServedModel(engine, model.tokenizer, _chat_template(model), model.spec, model_path)
 
 
-def _pool_shape(spec: ModelSpec, settings: Settings, device: Device) -> PoolShape:
+def _expect_pool(spec: ModelSpec, settings: Settings, device: Device) -> None:
+    """Before any weight is packed. Raises SettingsError for a pool that cannot be."""
     size, kv_type = settings.page_size, resolve_kv_type(settings.kv_type, spec.head_dim, device)
     num_bytes = page_bytes(spec.num_layers, spec.num_kv_heads, size, spec.head_dim, kv_type)
-    return PoolShape(math.ceil(settings.ctx_size / size), size, num_bytes, settings.parallel)
+    num_pages = math.ceil(settings.ctx_size / size)
+    check_memory(device, num_pages, size, num_bytes)
+    device.expect(PoolShape(num_pages, size, num_bytes, settings.parallel))
 
 
 def build_engine(model: Model, settings: Settings, num_threads: int) -> Engine:

@@ -98,7 +98,7 @@ def make_job(
 
 
 def submit(job: Job, state: ServerState) -> Generation:
-    """Start it. Raises ContextExceeded, which names the prompt's field, or Unavailable, and then nothing was started."""
+    """Start it. Raises ContextExceeded, which names the prompt's field, or Unavailable; then nothing was started."""
     try:
         return state.served.engine.submit(job.requests, job.id)
     except ContextExceeded as error:

@@ -24,6 +24,7 @@ import torch
 
 from pyserve.errors import PyserveError
 from pyserve.ops import flags
+from pyserve.ops.build_progress import num_objects, told
 
 _KEPT_BUILDS = 4  # older ones are deleted; a process that has one loaded keeps it
 
@@ -132,12 +133,6 @@ def _compile(csrc: Path, folder: Path) -> None:
         )
     from torch.utils import cpp_extension  # here, since it takes longer to import than a cached build takes to load
 
-    started = time.monotonic()
-    print(
-        f"building extension ({len(flags.sources(csrc))} C++ files, about a minute the first time) ...",
-        file=sys.stderr,
-        flush=True,
-    )
     name = f"pyserve_{fingerprint(csrc)}"
     # torch builds a name once in a process, unless a source (no header) changed, and then under a name of its own.
     fresh = f"{name}_{time.monotonic_ns()}"
@@ -146,8 +141,10 @@ def _compile(csrc: Path, folder: Path) -> None:
     (objects / "lock").unlink(
         missing_ok=True
     )  # torch's own lock file, which a killed build leaves behind; ours is held here
+    started_s, what = time.time(), f"{len(flags.sources(csrc))} C++ files, about a minute the first time"
+
     try:
-        with _ninja_on_path():
+        with told("extension", what, lambda: num_objects(objects, started_s)), _ninja_on_path():
             cpp_extension.load(
                 name=fresh,
                 sources=[str(source) for source in flags.sources(csrc)],
@@ -161,7 +158,6 @@ def _compile(csrc: Path, folder: Path) -> None:
     except (RuntimeError, OSError) as error:
         raise BuildError(f"building the extension in {objects} failed: {error}") from error
     _publish(objects / fresh, folder / f"{name}.so")
-    print(f"building extension: done in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
 
 def _publish(built_file: Path, path: Path) -> None:

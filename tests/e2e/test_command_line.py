@@ -50,6 +50,7 @@ def test_a_pool_that_no_machine_has_ends_in_one_line_that_names_the_flag() -> No
     ended = run_to_end("--port", str(free_port()), "--ctx-size", "2000000000")
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
     assert re.search(r"--ctx-size 2000000000 needs \d+ MiB for its KV pool and \d+ MiB are free", ended.stderr)
+    assert "packing" not in ended.stderr  # known before the weights are touched
 
 
 @pytest.mark.parametrize("directory", ["/proc/parked", "{file}", "{file}/below"])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pyserve.ops import build, flags
+from pyserve.ops import build, build_progress, flags
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -243,3 +243,20 @@ def test_a_source_edited_during_a_build_is_built_again(small_tree: Path, monkeyp
     path = build.built()
     assert path.stem == f"pyserve_{build.fingerprint(small_tree)}" and answers(path) == (2, 3)
     assert answers(path.with_name(f"pyserve_{before}.so")) == (1, 1)
+
+
+def test_a_long_build_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build_progress, "INTERVAL_S", 0.01)
+    (tmp_path / "old.o").touch()
+    os.utime(tmp_path / "old.o", (1, 1))
+    (tmp_path / "new.o").touch()
+    said = ""
+    with build_progress.told("extension", "2 C++ files", lambda: build_progress.num_objects(tmp_path, 2.0)):
+        while "compiled after" not in said:
+            said += capsys.readouterr().err
+    lines = (said + capsys.readouterr().err).splitlines()
+    assert lines[0] == "building extension (2 C++ files) ..." and lines[-1].startswith("building extension: done in ")
+    assert lines[1].startswith("building extension: 1 compiled after")
+    assert build_progress.num_objects(tmp_path / "gone", 0.0) == 0
