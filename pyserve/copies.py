@@ -28,6 +28,7 @@ class Ending(Enum):
 
     DONE = "done"
     FAILED = "failed"
+    NO_ROOM = "no room"  # no tier took a park: nothing was copied
     MISMATCH = "mismatch"  # a page was not what its hash says
     OVERDUE = "overdue"  # its time is over and it may still be reading or writing its pages
     LATE = "late"  # a copy that was overdue has ended: nothing touches its pages any more
@@ -56,6 +57,7 @@ class Copy:
     result: Ending | None = None  # how it ended, once that is reported
     is_queued: bool = False  # nothing is posted yet
     is_discarded: bool = False  # the sequence has ended
+    is_refused: bool = False  # no tier has room for it
     error: str = ""
     is_mismatch: bool = False
     is_query_failure_told: bool = False
@@ -82,7 +84,7 @@ class Copy:
             if self.is_mismatch:
                 return Ending.MISMATCH
             if self.error:
-                return Ending.FAILED
+                return Ending.NO_ROOM if self.is_refused else Ending.FAILED
             return self._ending_behind()
         if now_s < self.deadline_s:
             return None

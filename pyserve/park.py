@@ -4,16 +4,18 @@ Purpose. The ledger decides which sequence leaves the pool and to which tier; th
 that ended. It knows pages and bytes, not why.
 
 Structure. `Parking` has the state of every parked sequence (parked.py) and one `Copy` for each sequence on its way; the
-copies are posted by tiers.py. A park into memory takes pages of the arena; when the arena has to grow first, the park
-waits in `_queue`, its pages still its own, and the loop goes on. `landed()` is polled once per iteration, never waits,
-and is the only place that reports an ending, failures included: `park` and `restore` note why they could not post.
+copies are posted by tiers.py, and host_room.py says what memory has room for. `landed()` is polled once per iteration,
+never waits, and is the only place that reports an ending, failures included: `park` and `restore` note why they could
+not post.
 
 Common pages (R11). Leading pages that other residents hold, too, go to a block when the first of them is parked, and
 are not copied again with the others.
 
-Only what changed (R23a). When a sequence is resident again its host pages stay in `_kept`. The leading ones, which are
-full, will never change, so that the next park copies only those behind them. Kept pages count as free: they are
-dropped, oldest first, when a park needs room that the budget does not have otherwise.
+Only what changed (R23a). When a sequence is resident again its host pages are kept. The leading ones, which are full,
+will never change, so that the next park copies only those behind them. Kept pages count as free.
+
+Room (R22). A park into memory finds the room that the planner was told of. Should there be less by then, because the
+machine has run short of memory, the disk takes it, and if that cannot it is computed again.
 
 When memory will not take the next park, what comes back last is moved to disk. Its host pages stay until the file is
 written, so that a restore in between just calls the move off.
@@ -42,6 +44,7 @@ from dataclasses import replace
 from pyserve.copies import Copy, Ending, FailedEvent, Landed, slowest_s
 from pyserve.disk_tier import DiskTier
 from pyserve.host_arena import HostArena, SlabMaker
+from pyserve.host_room import HostRoom
 from pyserve.kv_store import KvStore
 from pyserve.ops import CopyStream
 from pyserve.parked import Blocks, Host, Parked
@@ -73,16 +76,14 @@ class Parking:
         self.arena = HostArena(kv.page_bytes, budget_bytes, self.make_slab)
         self.disk = disk
         self.tiers = Tiers(kv, self.arena, stream or kv.device.copy_stream(), disk, verify)
+        self.room = HostRoom(self.tiers)
         self.deadline_s = deadline_s
         self._kv = kv
         self._parked: dict[int, Parked] = {}  # by sequence id
-        self._kept: dict[int, Parked] = {}  # of sequences that are resident again, oldest first
         self._copies: dict[int, Copy] = {}  # one at most for each sequence, by its id
         self._moves: dict[int, Copy] = {}  # from memory to disk, by sequence id; the host pages stay until it has ended
-        self._queue: list[Copy] = []  # those of them that wait for host memory, first come first
         self._overdue: dict[int, Copy] = {}  # by copy id
         self._copy_ids = itertools.count()
-        self._spare_pages = 0  # idle pages to have ready
 
     # What there is
 
@@ -123,17 +124,13 @@ class Parking:
 
     def free_pages(self) -> int:
         """Pages that may still be parked in memory."""
-        kept = sum(each.num_pages for each in self._kept.values()) + self.tiers.blocks.kept_pages()
-        return max(0, self.arena.free_pages(time.monotonic()) + kept - self._queued_pages())
+        return self.room.free_pages()
 
     def spared_pages(self, sequence: Sequence, chain: Items[Hashable]) -> int:
         """How many of its pages, whose leading ones have the keys `chain`, lie in memory to stay, so that no park
-        copies or holds them again. One of whom something is kept goes on with the blocks that it has then.
+        copies or holds them again.
         """
-        kept = self._kept.get(sequence.id)
-        if kept is None:
-            return self.tiers.common_pages(chain)
-        return sum(share.used for share in kept.shares if not share.block.is_kept)
+        return self.room.spared_pages(sequence.id, chain)
 
     def disk_free_pages(self) -> int:
         """Pages that may still be parked on disk."""
@@ -149,11 +146,11 @@ class Parking:
 
     def prepare(self, num_pages: int) -> None:
         """Have host memory ready for a park of `num_pages`, as far as the budget allows."""
-        self._spare_pages = num_pages
-        wanted = num_pages + self._queued_pages()
-        if wanted > self.arena.idle_pages + self.arena.growing_pages:
-            now_s = time.monotonic()
-            self.arena.grow(min(wanted, self.arena.free_pages(now_s)), now_s)
+        self.room.prepare(num_pages)
+
+    def expect(self, sequences: Iterable[Sequence]) -> None:
+        """These are parked next, each with the room that was told before the first of them."""
+        self.room.give_up_last(each.id for each in sequences)
 
     def park(
         self,
@@ -169,23 +166,19 @@ class Parking:
         `chain`: keys of the leading pages that others may have as well. The first `num_common` are held by others now.
         """
         copy = self._new_copy(sequence, tier, len(pages), is_restore=False)
-        kept = self._unkeep(sequence.id)
+        copy.pages, copy.chain, copy.num_common = pages, chain, num_common
+        kept = self.room.take_kept(sequence.id)
         if tier is Tier.DISK:
             self.tiers.release(kept)
-            self.tiers.park_on_disk(copy, pages, chain, num_common)
+            self.tiers.park_on_disk(copy)
             return
-        copy.parked = kept or Parked(host=Host())
-        copy.pages = pages
-        if kept is None:
-            copy.chain, copy.num_common = chain, num_common
-            self.tiers.use_blocks(copy)
-        missing = self._missing_pages(copy)
-        if self._make_room(missing):
-            copy.is_queued = True
-            self._queue.append(copy)
-            self._post_queued()
+        if kept is not None:
+            copy.parked, copy.chain, copy.num_common = kept, (), 0  # it has blocks already, or none
         else:
-            copy.events = [FailedEvent(MemoryError(f"no host memory for {missing} more pages"))]
+            copy.parked = Parked(host=Host())
+            self.tiers.use_blocks(copy)
+        if not self.room.take_in(copy):
+            self._park_elsewhere(copy)
 
     def restore(self, sequence: Sequence, pages: Items[int], *, cached_pages: int) -> bool:
         """Post the copy of the parked state into `pages`, all but the first `cached_pages`, which others have or fill.
@@ -214,7 +207,7 @@ class Parking:
         """Memory will not take the next park, the disk can take one of those that lie there, and nothing is moving."""
         if self.disk is None or self._moves or not self._parked:
             return False
-        wanted = min(self._spare_pages, self.arena.budget_bytes // self._kv.page_bytes // 2)
+        wanted = min(self.room.spare_pages, self.arena.budget_bytes // self._kv.page_bytes // 2)
         return self.free_pages() < wanted <= self.disk_free_pages()
 
     def can_move(self, sequence: Sequence) -> bool:
@@ -240,16 +233,17 @@ class Parking:
                 copy.is_discarded = True
             self._call_off_move(sequence)
             self.tiers.release(self._parked.pop(sequence.id, None))
-            self.tiers.release(self._unkeep(sequence.id))
+            self.tiers.release(self.room.take_kept(sequence.id))
 
     def landed(self) -> list[Landed]:
         """The copies that have ended, or are overdue, since the last call. Never waits."""
         now_s = time.monotonic()
         if self.arena.is_growing and not self.arena.poll(now_s):
-            self._fail_queued()
-        self._post_queued()
-        if not self._queue:
-            self.arena.trim(now_s, self._spare_pages)
+            for copy in self.room.turn_away():
+                self._park_elsewhere(copy)
+        self.room.post()
+        if not self.room.has_waiting:
+            self.arena.trim(now_s, self.room.spare_pages)
         if not self._copies and not self._overdue and not self._moves:
             return []
         endings = [(copy, copy.ending(now_s)) for copy in tuple(self._copies.values())]
@@ -258,7 +252,7 @@ class Parking:
 
     def rest(self) -> bool:
         """Nobody is served: give idle memory back. False: some is still being made, so call this and `landed` again."""
-        self._spare_pages = 0
+        self.room.spare_pages = 0
         self.arena.call_off()
         self.arena.trim(time.monotonic(), at_once=True)
         return not self.arena.is_growing
@@ -276,7 +270,7 @@ class Parking:
         if self.disk is not None:
             self.disk.close()
         self.tiers.stream.close()
-        for held in (self._copies, self._moves, self._parked, self._kept, self._overdue, self._queue):
+        for held in (self._copies, self._moves, self._parked, self._overdue, self.room):
             held.clear()
         self.tiers.blocks = Blocks()
         self.arena.close()
@@ -294,49 +288,22 @@ class Parking:
         deadline_s = now_s + self.deadline_s + slowest_s(tier, num_ahead)
         return Copy(next(self._copy_ids), sequence, tier, is_restore, num_bytes, now_s, deadline_s)
 
-    def _missing_pages(self, copy: Copy) -> int:
-        return max(0, len(copy.pages) - copy.parked.total_pages)
-
-    def _queued_pages(self) -> int:
-        return sum(self._missing_pages(copy) for copy in self._queue)
-
-    def _make_room(self, num_pages: int) -> bool:
-        """See that so many pages beside those promised are idle or will be, at the cost of kept ones if need be."""
-        wanted = self._queued_pages() + num_pages
-        now_s = time.monotonic()
-        while not self.arena.grow(wanted, now_s):
-            if not self._kept:
-                return False
-            self.tiers.release(self._unkeep(next(iter(self._kept))))
-        return True
-
-    def _post_queued(self) -> None:
-        while self._queue:
-            copy = self._queue[0]
-            if not copy.is_discarded:
-                self.tiers.use_blocks(copy)  # those that came before it in the queue have made some
-                extents = self.arena.take(self._missing_pages(copy))
-                if extents is None:
-                    return
-                self.tiers.park_in_memory(copy, extents)
-            del self._queue[0]
-            copy.is_queued = False
-
-    def _fail_queued(self) -> None:
-        """The arena could not grow: those that still find no room will not wait for it."""
-        queue, self._queue = self._queue, []
-        for copy in queue:
-            if self._make_room(self._missing_pages(copy)):
-                self._queue.append(copy)
-            else:
-                copy.is_queued = False
-                copy.events = [FailedEvent(MemoryError("host memory could not be had"))]
+    def _park_elsewhere(self, copy: Copy) -> None:
+        """Memory has less room than when this park was planned: the next tier takes it."""
+        self.tiers.release(copy.parked)
+        copy.parked, copy.events = Parked(), []
+        if len(copy.pages) <= self.disk_free_pages():
+            copy.tier = Tier.DISK
+            copy.deadline_s += slowest_s(Tier.DISK, len(copy.pages) * self._kv.page_bytes)
+            self.tiers.park_on_disk(copy)
+        else:
+            copy.is_refused = True
+            copy.events = [FailedEvent(MemoryError(f"no host memory for {len(copy.pages)} pages"))]
 
     def _land(self, copy: Copy, ending: Ending, now_s: float) -> Landed:
         del self._copies[copy.sequence.id]
         copy.result = ending
-        if copy in self._queue:
-            self._queue.remove(copy)
+        self.room.leave(copy)
         is_well = ending in (Ending.DONE, Ending.CALLED_OFF)
         if not is_well:
             for share in copy.parked.shares:
@@ -385,16 +352,7 @@ class Parking:
 
     def _resident(self, copy: Copy) -> None:
         """The sequence is back: what it has in memory is kept for the next park."""
-        if not copy.parked.is_in_memory:
+        if copy.parked.is_in_memory:
+            self.room.keep(copy.sequence.id, copy.parked)
+        else:
             self.tiers.release(copy.parked)
-            return
-        self._kept[copy.sequence.id] = copy.parked
-        for share in copy.parked.shares:
-            share.block.num_kept += 1
-
-    def _unkeep(self, sequence_id: int) -> Parked | None:
-        """What is kept of a sequence, to be used or given back."""
-        kept = self._kept.pop(sequence_id, None)
-        for share in kept.shares if kept is not None else ():
-            share.block.num_kept -= 1
-        return kept

@@ -3,21 +3,24 @@
 A `Place` is a row of pages in the host arena or in a file of the disk tier. The state of a sequence is a place of its
 own, behind blocks: places that hold leading pages for every sequence that has them in common. The first park that finds
 its leading pages held by others makes a block of them; the parks of the others use it and copy only what lies behind.
-A block goes with the last state that uses it. Which pages are the same is said by keys, one for each page, that stand
-for everything up to the end of that page.
+A block goes with the last state that uses it, and each of its pages with the last that uses this one. Which pages are
+the same is said by keys, one for each page, that stand for everything up to the end of that page.
+
+Pages that only residents use, of whom a copy is kept (R23a), can be had when memory is short: `Block.num_needed` says
+where these begin. A park that uses some of them makes them stay, as if it had taken room for them.
 
 Whoever uses a block whose copy is still in flight waits for that copy, too, and fails with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from pyserve.disk_tier import ParkFile
-from pyserve.host_arena import Extent
+from pyserve.host_arena import Extent, split_extents
 
 _SAMPLED = 8  # one page in so many is hashed with "sample"
 
@@ -45,6 +48,12 @@ class Host:
     def add(self, extents: list[Extent]) -> None:
         self.extents += extents
         self.num_pages += sum(extent.count for extent in extents)
+
+    def shorten(self, num_pages: int) -> list[Extent]:
+        """Let go of all but the first `num_pages`. Returns where these were."""
+        self.extents, rest = split_extents(self.extents, num_pages)
+        self.num_pages = num_pages
+        return rest
 
     def stretches(self, start: int, stop: int) -> list[tuple[Extent, int]]:
         """The pages [start, stop) as extents, each with the number of its first page."""
@@ -82,17 +91,42 @@ class Place:
 
 @dataclass(eq=False, slots=True)
 class Block(Place):
-    """Pages that several sequences have in common. `events`: those of the copy that fills it."""
+    """Pages that several sequences have in common; each uses so many of the first of them. `events`: those of the copy
+    that fills it.
+    """
 
     chain: Items[Hashable] = ()
     events: list[Event] = field(default_factory=list)
-    num_users: int = 0
-    num_kept: int = 0  # users that are resident again
+    num_needed: int = 0  # leading pages that somebody uses who is parked, or on the way
+    _uses: list[int] = field(default_factory=list)  # the pages of each of these
+    _kept_uses: list[int] = field(default_factory=list)  # and of those who are resident again
 
     @property
-    def is_kept(self) -> bool:
-        """Nobody parked uses it, so that its memory can be had."""
-        return self.num_kept == self.num_users
+    def num_users(self) -> int:
+        return len(self._uses) + len(self._kept_uses)
+
+    @property
+    def num_used(self) -> int:
+        """Leading pages that anybody uses."""
+        return max((self.num_needed, *self._kept_uses))
+
+    def add_use(self, num_pages: int) -> None:
+        self._uses.append(num_pages)
+        self.num_needed = max(self.num_needed, num_pages)
+
+    def end_use(self, num_pages: int) -> None:
+        self._uses.remove(num_pages)
+        self.num_needed = max(self._uses, default=0)
+
+    def keep(self, num_pages: int) -> None:
+        """One who uses so many is resident again."""
+        self.end_use(num_pages)
+        self._kept_uses.append(num_pages)
+
+    def need(self, num_pages: int) -> None:
+        """One of whom so many are kept is parked again, or they are given up."""
+        self._kept_uses.remove(num_pages)
+        self.add_use(num_pages)
 
 
 class Share(NamedTuple):
@@ -132,13 +166,21 @@ class Blocks:
         return bool(self._blocks)
 
     def find(self, chain: Items[Hashable], *, is_in_memory: bool) -> list[Share]:
-        """The longest row of blocks that `chain` begins with."""
+        """The longest row of blocks that `chain` begins with. `is_in_memory`: for a park into memory. One to disk uses
+        what has to stay in memory as well, and makes nothing stay there that could be had.
+        """
         shares: list[Share] = []
         start = 0
         while start < len(chain):
-            fitting = [Share(each, _num_same(each.chain, chain, start)) for each in self._by_key.get(chain[start], ())]
-            best = max((s for s in fitting if s.block.file is None or not is_in_memory), key=_used, default=None)
-            if best is None:
+            fitting = []
+            for block in self._by_key.get(chain[start], ()):
+                num_same = _num_same(block.chain, chain, start)
+                if block.host is not None:
+                    fitting.append(Share(block, num_same if is_in_memory else min(num_same, block.num_needed)))
+                elif not is_in_memory:
+                    fitting.append(Share(block, num_same))
+            best = max(fitting, key=_used, default=None)
+            if best is None or not best.used:
                 break
             shares.append(best)
             start += best.used
@@ -159,7 +201,12 @@ class Blocks:
 
     def kept_pages(self) -> int:
         """Pages in memory that only sequences use which are resident again."""
-        return sum(each.num_pages for each in self._blocks if each.host is not None and each.is_kept)
+        return sum(each.num_pages - each.num_needed for each in self._blocks if each.host is not None)
+
+
+def num_needed(shares: Iterable[Share]) -> int:
+    """How many of these pages stay in any case."""
+    return sum(min(share.used, share.block.num_needed) for share in shares)
 
 
 def _used(share: Share) -> int:

@@ -15,7 +15,7 @@ from pyserve.disk_tier import DiskTier
 from pyserve.host_arena import Extent, HostArena, split_extents
 from pyserve.kv_store import KvStore
 from pyserve.ops import CopyStream, comb_table
-from pyserve.parked import Block, Blocks, Event, Host, Parked, Place, Share
+from pyserve.parked import Block, Blocks, Event, Host, Parked, Place, Share, num_needed
 from pyserve.sequence import Tier
 
 
@@ -58,27 +58,27 @@ class Tiers:
         self._post(copy.events, host, pages[first:], start, to_host=True)
         copy.pages = copy.chain = ()
 
-    def park_on_disk(self, copy: Copy, pages: Items[int], chain: Items[Hashable], num_common: int) -> None:
+    def park_on_disk(self, copy: Copy) -> None:
         """The copy of a park to disk."""
         assert self.disk is not None
-        copy.chain, copy.num_common = chain, num_common
         self.use_blocks(copy)
-        first = copy.parked.num_shared
+        pages, first = copy.pages, copy.parked.num_shared
         is_hashed = self._verify != "off"
-        if num_common > first:
-            file, event = self.disk.write(pages[first:num_common], is_hashed=is_hashed)
-            self._add_block(copy, Block(file=file, chain=chain[first:num_common], events=[event]))
+        if copy.num_common > first:
+            file, event = self.disk.write(pages[first : copy.num_common], is_hashed=is_hashed)
+            self._add_block(copy, Block(file=file, chain=copy.chain[first : copy.num_common], events=[event]))
             copy.events.append(event)
         if len(pages) > copy.parked.num_shared:
             copy.parked.file, event = self.disk.write(pages[copy.parked.num_shared :], is_hashed=is_hashed)
             copy.events.append(event)
         copy.num_bytes = (len(pages) - first) * self._kv.page_bytes
+        copy.pages = copy.chain = ()
 
     def common_pages(self, chain: Items[Hashable]) -> int:
         """How many of the pages with these keys lie in memory to stay, so that a park neither copies them nor takes
         room for them. Those that could be given up are counted as room already.
         """
-        return sum(share.used for share in self.blocks.find(chain, is_in_memory=True) if not share.block.is_kept)
+        return num_needed(self.blocks.find(chain, is_in_memory=True))
 
     def use_blocks(self, copy: Copy) -> None:
         """Pages that another park has copied, or is copying, need no copy of their own."""
@@ -87,11 +87,11 @@ class Tiers:
         is_in_memory = copy.tier is Tier.RAM
         for share in self.blocks.find(copy.chain[copy.parked.num_shared :], is_in_memory=is_in_memory):
             copy.parked.shares.append(share)
-            share.block.num_users += 1
+            share.block.add_use(share.used)
             copy.events += share.block.events
 
     def _add_block(self, copy: Copy, block: Block) -> None:
-        block.num_users = 1
+        block.add_use(block.num_pages)
         copy.parked.shares.append(Share(block, block.num_pages))
         self.blocks.add(block)
 
@@ -133,11 +133,14 @@ class Tiers:
         if parked is None:
             return
         self.empty(parked)
-        for share in parked.shares:
-            share.block.num_users -= 1
-            if not share.block.num_users:
-                self.blocks.forget(share.block)
-                self.empty(share.block)
+        for block, used in parked.shares:
+            block.end_use(used)
+            if not block.num_users:
+                self.blocks.forget(block)
+                self.empty(block)
+            elif block.host is not None and block.num_used < block.num_pages:
+                self.arena.give_back(block.host.shorten(block.num_used), time.monotonic())
+                block.chain = block.chain[: block.num_used]
         parked.shares = []
 
     def empty(self, place: Place) -> None:

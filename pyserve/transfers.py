@@ -60,6 +60,7 @@ class Transfers:
 
     def start(self, parks: Items[Park], restores: Items[Restore]) -> None:
         """Post the copies of an applied plan."""
+        self._parking.expect(park.sequence for park in parks)
         for park in parks:
             self._start_park(park)
         for restore in restores:
@@ -115,7 +116,12 @@ class Transfers:
             self._ledger.restore_failed(sequence, kept_in=landed.tier)
             return
         self._count(landed)
-        if landed.ending is not Ending.DONE and task is not None:
+        if landed.ending is Ending.NO_ROOM and task is not None:
+            log.info(
+                "request=%s index=%d: no tier has room for it any more (%s); it will be computed again",
+                task.request_id, sequence.index, landed.error,
+            )  # fmt: skip
+        elif landed.ending is not Ending.DONE and task is not None:
             log.error(
                 "request=%s index=%d: its copy %s failed (%s); it will be computed again",
                 task.request_id, sequence.index,
@@ -135,6 +141,8 @@ class Transfers:
         else:
             counters.parked_bytes += landed.num_bytes
             (self._ledger.park_landed if is_ok else self._ledger.park_failed)(sequence)
+            if is_ok and landed.tier is Tier.DISK:  # which may have taken it in the place of memory
+                self._ledger.moved_to_disk(sequence)
             if task is not None:
                 task.log_park(
                     landed.tier if is_ok else Tier.RECOMPUTE, landed.num_bytes, landed.copy_ms, self._ledger.free_pages
@@ -145,7 +153,7 @@ class Transfers:
         counters.observe("restore_copy_s" if landed.is_restore else "park_copy_s", landed.copy_ms / 1e3)
         if landed.ending is Ending.MISMATCH:
             counters.hash_mismatches += 1
-        elif landed.ending is not Ending.DONE:
+        elif landed.ending not in (Ending.DONE, Ending.NO_ROOM):
             counters.copies_failed += 1
 
     def _start_park(self, park: Park) -> None:

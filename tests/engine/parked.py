@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from pathlib import Path
 
 import torch
 
+from pyserve.disk_tier import DiskTier
 from pyserve.kv_store import KvStore
+from pyserve.ops import CopyStream
 from pyserve.park import Ending, Landed, Parking
 from pyserve.sequence import Sequence, Tier
 from pyserve.types import SamplingParams, SequenceRequest
@@ -21,6 +24,13 @@ def small_store(num_pages: int = 32) -> KvStore:
     bits = kv.tensor.view(torch.uint8)
     bits.copy_(torch.randint(0, 256, bits.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(3)))
     return kv
+
+
+def parking_of(kv: KvStore, directory: Path, **options: object) -> Parking:
+    """With memory and disk; `options` of `Parking`."""
+    stream = CopyStream()
+    disk = DiskTier(directory, limit_bytes=1 << 20, pool=kv.tensor, stream=stream)
+    return Parking(kv, **{"budget_bytes": 1 << 20, "stream": stream, "disk": disk, "verify": "all", **options})  # type: ignore[arg-type]
 
 
 def sequence_of(num_computed: int, *, id: int = 0) -> Sequence:
@@ -80,7 +90,7 @@ def flip(parking: Parking, sequence_id: int, page: int) -> None:
 def check_host_memory(parking: Parking) -> None:
     """Every page of the arena that is in use belongs to somebody who is known, and no page to two."""
     copies = [*parking._copies.values(), *parking._overdue.values()]
-    states = [*parking._parked.values(), *parking._kept.values(), *(each.parked for each in copies)]
+    states = [*parking._parked.values(), *parking.room.kept(), *(each.parked for each in copies)]
     users = Counter(share.block for state in states for share in state.shares)
     assert all(block.num_users == count for block, count in users.items()), "a block counts its users wrongly"
     assert parking.tiers.blocks._blocks <= users.keys(), "nobody uses a block"
@@ -98,7 +108,7 @@ def check_host_memory(parking: Parking) -> None:
 def check_nothing_is_held(parking: Parking) -> None:
     """No memory, no file, no copy and no note of a sequence that is gone."""
     assert (parking.held_bytes, parking.disk_bytes) == (0, 0)
-    held = (parking._copies, parking._moves, parking._parked, parking._kept, parking._overdue, parking._queue)
+    held = (parking._copies, parking._moves, parking._parked, parking._overdue, parking.room._kept, parking.room._queue)
     assert not any(held) and not parking.tiers.blocks
 
 

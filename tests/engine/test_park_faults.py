@@ -132,7 +132,7 @@ def test_a_server_stops_in_time_beside_a_copy_that_never_ends(caplog: pytest.Log
     parking = Parking(kv, budget_bytes=1 << 20, stream=stream, deadline_s=0.1)  # type: ignore[arg-type]
     sequence = sequence_of(8)
     parking.park(sequence, [0, 1], Tier.RAM)
-    while parking._queue:
+    while parking.room._queue:
         parking.landed()
     started_s = time.monotonic()
     parking.close()
