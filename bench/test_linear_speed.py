@@ -9,6 +9,7 @@ attention. The head sees every row up to 16 rows (decoding), one row above (a pr
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 
 import pyserve.ops as ops
 from bench.limits import int8_gmac_s, memory_read_gb_s
-from pyserve.ops.weights import PackedWeight, file_bytes, pack
+from pyserve.ops.weights import TYPE_NAMES, PackedWeight, file_bytes, pack
 
 THREADS = min(2, os.cpu_count() or 1)
 LAYERS, HIDDEN, FFN, KV, VOCAB = 30, 576, 1536, 192, 49152
@@ -82,3 +83,16 @@ def test_all_weights(
         f"  {gb_s:5.1f} GB/s ({gb_s / limits[0]:.0%} of {limits[0]:.1f})"
         f"  {gmacs:6.1f} GMAC/s ({gmacs / limits[1]:.0%} of {limits[1]:.0f})"
     )
+
+
+@pytest.mark.parametrize("name", [name for name in TYPE_NAMES if name not in ("F32", "F16", "BF16")])
+def test_packing(benchmark: Any, name: str) -> None:
+    """One thread; a model's load uses all. Beside it a plain copy, which no load can beat."""
+    raw = torch.randint(0, 256, (file_bytes(name, 4096, 4096),), dtype=torch.uint8)
+    benchmark.pedantic(pack, args=(name, raw, 4096, 4096), rounds=5, warmup_rounds=1)
+    copied, started = torch.empty_like(raw).zero_(), time.perf_counter()
+    copied.copy_(raw)
+    copy_gb_s = len(raw) / (time.perf_counter() - started) / 1e9
+    gb_s = len(raw) / benchmark.stats.stats.min / 1e9
+    benchmark.extra_info.update(gb_s=gb_s, copy_gb_s=copy_gb_s)
+    print(f"\n{name} packed at {gb_s:.2f} GB/s of the file; a copy {copy_gb_s:.1f} GB/s")

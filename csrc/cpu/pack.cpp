@@ -1,4 +1,8 @@
 // From a file's blocks to the tiles of linear_format.h. Only bits move: no value is computed.
+//
+// A model is packed whenever it is loaded, so this is to be no slower than a disk: values are moved four at a time, in the 32-bit words that a register of the
+// packed layout takes from one row.
+#include <algorithm>
 #include <cstring>
 
 #include "linear_format.h"
@@ -6,38 +10,50 @@
 namespace pyserve {
 namespace {
 
+constexpr int kQuads = kBlock / 4;
+constexpr uint32_t kLow4 = 0x0f0f0f0f, kLow2 = 0x03030303, kLow1 = 0x01010101;  // of each byte
+
 // A block of 32 columns of one row, taken apart.
 struct Block {
-  uint8_t q[kBlock];       // unsigned, the format's offset added
+  uint32_t quads[kQuads];  // four columns in a word, the first in its lowest byte; unsigned, the format's offset added
   const uint8_t* d;        // f16 scale, where it lies
   const uint8_t* min;      // f16 minimum (or dmin); null where there is none
   uint8_t small[2];        // K types: scale and min of the block, or the scales of its halves
 };
 
-void read_nibbles(const uint8_t* nibbles, uint8_t* q) {
-  for (int i = 0; i < 16; ++i) q[i] = nibbles[i] & 15, q[16 + i] = nibbles[i] >> 4;
+uint32_t word(const uint8_t* bytes, int i) {
+  uint32_t value;
+  std::memcpy(&value, bytes + 4 * i, 4);
+  return value;
 }
 
-void add_high_bits(const uint8_t* bits, uint8_t* q) {  // bit i of 32 is value i's
-  for (int i = 0; i < kBlock; ++i) q[i] = uint8_t(q[i] | (bits[i / 8] >> (i % 8) & 1) << 4);
+void read_nibbles(const uint8_t* nibbles, uint32_t* quads) {
+  for (int j = 0; j < 4; ++j) quads[j] = word(nibbles, j) & kLow4, quads[4 + j] = word(nibbles, j) >> 4 & kLow4;
 }
 
-Block read_small_block(WeightType type, const uint8_t* raw) {
+void add_high_bits(uint32_t bits, uint32_t* quads) {  // bit i of 32 is value i's
+  constexpr uint32_t spread = 1 | 1 << 7 | 1 << 14 | 1 << 21;  // times this, bit i of four comes to stand in byte i
+  for (int j = 0; j < kQuads; ++j) quads[j] |= ((bits >> 4 * j & 15) * spread & kLow1) << 4;
+}
+
+template <WeightType type>
+Block read_small_block(const uint8_t* raw) {
   Block block{{}, raw, nullptr, {}};
-  switch (type) {
-    case WeightType::q8_0:
-      for (int i = 0; i < kBlock; ++i) block.q[i] = raw[2 + i] ^ 0x80;
-      break;
-    case WeightType::q4_0: read_nibbles(raw + 2, block.q); break;
-    case WeightType::q5_0: read_nibbles(raw + 6, block.q), add_high_bits(raw + 2, block.q); break;
-    case WeightType::q4_1: read_nibbles(raw + 4, block.q), block.min = raw + 2; break;
-    default: read_nibbles(raw + 8, block.q), add_high_bits(raw + 4, block.q), block.min = raw + 2;  // q5_1
+  if constexpr (type == WeightType::q8_0) {
+    for (int j = 0; j < kQuads; ++j) block.quads[j] = word(raw + 2, j) ^ 0x80808080;
+  } else {
+    constexpr bool has_min = format_of(type).has_min(), has_high = format_of(type).bits == 5;
+    const uint8_t* bits = raw + (has_min ? 4 : 2);
+    if (has_min) block.min = raw + 2;
+    read_nibbles(bits + (has_high ? 4 : 0), block.quads);
+    if (has_high) add_high_bits(word(bits, 0), block.quads);
   }
   return block;
 }
 
 // Blocks 0..7 of 256 columns. Their 6-bit scales and minima lie in 12 bytes: four bytes of scales, four of minima, whose top bit pairs are blocks 4..7's.
-Block read_k_block(WeightType type, const uint8_t* raw, int b) {
+template <WeightType type>
+Block read_k_block(const uint8_t* raw, int b) {
   Block block{{}, raw, raw + 2, {}};
   const uint8_t* scales = raw + 4;
   if (b < 4) {
@@ -47,9 +63,9 @@ Block read_k_block(WeightType type, const uint8_t* raw, int b) {
     block.small[1] = uint8_t((scales[b + 4] >> 4) | (scales[b] >> 6) << 4);
   }
   const uint8_t* nibbles = raw + (type == WeightType::q4_k ? 16 : 48) + b / 2 * kBlock;  // blocks 2i and 2i + 1 share their bytes
-  for (int i = 0; i < kBlock; ++i) {
-    block.q[i] = b % 2 ? nibbles[i] >> 4 : nibbles[i] & 15;
-    if (type == WeightType::q5_k) block.q[i] = uint8_t(block.q[i] | (raw[16 + i] >> b & 1) << 4);
+  for (int j = 0; j < kQuads; ++j) {
+    block.quads[j] = word(nibbles, j) >> (b % 2 * 4) & kLow4;
+    if (type == WeightType::q5_k) block.quads[j] |= (word(raw + 16, j) >> b & kLow1) << 4;
   }
   return block;
 }
@@ -59,53 +75,80 @@ Block read_q6_k_block(const uint8_t* raw, int b) {
   const int half = b / 4, quarter = b % 4;
   const uint8_t *low = raw + 64 * half + 32 * (quarter % 2), *high = raw + 128 + 32 * half, *scales = raw + 192;
   Block block{{}, raw + 208, nullptr, {scales[2 * b], scales[2 * b + 1]}};
-  for (int i = 0; i < kBlock; ++i)
-    block.q[i] = uint8_t((quarter < 2 ? low[i] & 15 : low[i] >> 4) | (high[i] >> (2 * quarter) & 3) << 4);
+  for (int j = 0; j < kQuads; ++j)
+    block.quads[j] = (word(low, j) >> (quarter < 2 ? 0 : 4) & kLow4) | (word(high, j) >> (2 * quarter) & kLow2) << 4;
   return block;
 }
 
-Block read_block(WeightType type, const uint8_t* raw_row, int64_t b) {
-  const Format format = format_of(type);
-  if (!format.is_k()) return read_small_block(type, raw_row + b * format.raw_bytes);
+template <WeightType type>
+Block read_block(const uint8_t* raw_row, int64_t b) {
+  constexpr Format format = format_of(type);
+  if constexpr (!format.is_k()) return read_small_block<type>(raw_row + b * format.raw_bytes);
   const uint8_t* raw = raw_row + b / 8 * format.raw_bytes;
-  return type == WeightType::q6_k ? read_q6_k_block(raw, int(b % 8)) : read_k_block(type, raw, int(b % 8));
+  if constexpr (type == WeightType::q6_k) return read_q6_k_block(raw, int(b % 8));
+  return read_k_block<type>(raw, int(b % 8));
 }
 
-void write_quants(const Block& block, int bits, int row, uint8_t* out) {  // of a slice
-  for (int i = 0; i < kBlock; ++i) {
-    const int j = i / 4, at = 4 * row + i % 4;
-    const uint8_t q = block.q[i];
-    if (bits == 8) {
-      out[64 * j + at] = q;
-      continue;
-    }
-    out[64 * (j % 4) + at] = uint8_t(out[64 * (j % 4) + at] | (q & 15) << (j < 4 ? 0 : 4));
-    if (bits == 5) out[256 + at] = uint8_t(out[256 + at] | q >> 4 << j);
-    if (bits == 6) out[256 + 64 * (j / 4) + at] = uint8_t(out[256 + 64 * (j / 4) + at] | q >> 4 << 2 * (j % 4));
+template <int bits>
+void write_quants(const uint32_t* quads, uint8_t* out) {  // `out`: where the row begins in its slice
+  const auto put = [out](int line, uint32_t value) { std::memcpy(out + 64 * line, &value, 4); };
+  if constexpr (bits == 8) {
+    for (int j = 0; j < kQuads; ++j) put(j, quads[j]);
+    return;
   }
+  for (int j = 0; j < 4; ++j) put(j, (quads[j] & kLow4) | (quads[4 + j] & kLow4) << 4);
+  uint32_t high[2] = {};
+  for (int j = 0; j < kQuads; ++j) {
+    if (bits == 5) high[0] |= (quads[j] >> 4 & kLow1) << j;
+    if (bits == 6) high[j / 4] |= (quads[j] >> 4 & kLow2) << 2 * (j % 4);
+  }
+  for (int i = 0; i < bits - 4; ++i) put(4 + i, high[i]);
 }
 
-void write_scales(const Block& block, const Format& format, int b, int row, uint8_t* header) {
+template <WeightType type>
+void write_scales(const Block& block, int b, int row, uint8_t* header) {
+  constexpr Format format = format_of(type);
   std::memcpy(header + 2 * row, block.d, 2);
-  if (block.min) std::memcpy(header + 2 * (kTileRows + row), block.min, 2);
+  if (format.has_min()) std::memcpy(header + 2 * (kTileRows + row), block.min, 2);
   if (format.is_k())
     for (int i = 0; i < 2; ++i) header[format.f16_bytes() + kTileRows * (2 * b + i) + row] = block.small[i];
 }
 
-void pack_quantised_row(WeightType type, const uint8_t* raw_row, int64_t cols, int row, uint8_t* tile) {
-  const Format format = format_of(type);
+template <WeightType type>
+void pack_quantised_row(const uint8_t* raw_row, int64_t cols, int row, uint8_t* tile) {
+  constexpr Format format = format_of(type);
   for (int64_t b = 0; b < cols / kBlock; ++b) {
     uint8_t* group = tile + b / format.group * format.group_bytes();
     const int within = int(b % format.group);
-    const Block block = read_block(type, raw_row, b);
-    write_scales(block, format, within, row, group);
+    const Block block = read_block<type>(raw_row, b);
+    write_scales<type>(block, within, row, group);
     uint8_t* quants = group + format.header_bytes() + within * format.quant_bytes();
-    write_quants(block, format.bits, row % kSliceRows, quants + row / kSliceRows * format.slice_bytes());
+    write_quants<format.bits>(block.quads, quants + row / kSliceRows * format.slice_bytes() + 4 * (row % kSliceRows));
   }
 }
 
-void pack_float_row(int value_bytes, const uint8_t* raw_row, int64_t cols, int row, uint8_t* tile) {
-  for (int64_t k = 0; k < cols; ++k) std::memcpy(tile + (k * kTileRows + row) * value_bytes, raw_row + k * value_bytes, size_t(value_bytes));
+template <class Value>
+void pack_float_row(const uint8_t* raw_row, int64_t cols, int row, uint8_t* tile) {
+  for (int64_t k = 0; k < cols; ++k) std::memcpy(tile + (k * kTileRows + row) * sizeof(Value), raw_row + k * sizeof(Value), sizeof(Value));
+}
+
+using PackRow = void (*)(const uint8_t* raw_row, int64_t cols, int row, uint8_t* tile);
+
+PackRow pack_row_of(WeightType type) {
+  switch (type) {
+    case WeightType::f32: return pack_float_row<uint32_t>;
+    case WeightType::f16:
+    case WeightType::bf16: return pack_float_row<uint16_t>;
+    case WeightType::q8_0: return pack_quantised_row<WeightType::q8_0>;
+    case WeightType::q4_0: return pack_quantised_row<WeightType::q4_0>;
+    case WeightType::q4_1: return pack_quantised_row<WeightType::q4_1>;
+    case WeightType::q5_0: return pack_quantised_row<WeightType::q5_0>;
+    case WeightType::q5_1: return pack_quantised_row<WeightType::q5_1>;
+    case WeightType::q4_k: return pack_quantised_row<WeightType::q4_k>;
+    case WeightType::q5_k: return pack_quantised_row<WeightType::q5_k>;
+    case WeightType::q6_k: return pack_quantised_row<WeightType::q6_k>;
+  }
+  return nullptr;
 }
 
 int64_t raw_row_bytes(WeightType type, int64_t cols) {
@@ -118,20 +161,15 @@ int64_t raw_row_bytes(WeightType type, int64_t cols) {
 size_t packed_bytes(WeightType type, int64_t rows, int64_t cols) { return size_t(ceil_div(rows, kTileRows) * tile_bytes(type, cols)); }
 
 void pack(WeightType type, const uint8_t* raw, int64_t rows, int64_t cols, uint8_t* out, Share share) {
-  const Format format = format_of(type);
   const int64_t stride = tile_bytes(type, cols), row_bytes = raw_row_bytes(type, cols);
+  const PackRow pack_row = pack_row_of(type);
   const Range part = part_of(ceil_div(rows, kTileRows), share);
   for (int64_t tile = part.begin; tile < part.end; ++tile) {
     uint8_t* to = out + tile * stride;
-    std::memset(to, 0, size_t(stride));
-    for (int row = 0; row < kTileRows && tile * kTileRows + row < rows; ++row) {
-      const uint8_t* raw_row = raw + (tile * kTileRows + row) * row_bytes;
-      if (format.is_float()) {
-        pack_float_row(format.bits / 8, raw_row, cols, row, to);
-      } else {
-        pack_quantised_row(type, raw_row, cols, row, to);
-      }
-    }
+    const int64_t first = tile * kTileRows;
+    const int num_rows = int(std::min<int64_t>(kTileRows, rows - first));
+    if (num_rows < kTileRows) std::memset(to, 0, size_t(stride));
+    for (int row = 0; row < num_rows; ++row) pack_row(raw + (first + row) * row_bytes, cols, row, to);
   }
 }
 
