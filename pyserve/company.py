@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
-from pyserve.generation import Generation
+from pyserve.generation import put_tokens
 from pyserve.ledger import Ledger
 from pyserve.plan import Rows
 from pyserve.sequence import Sequence
 from pyserve.task import Task
-from pyserve.types import Event, Token
+from pyserve.types import Token
 
 
 class Company:
@@ -49,9 +49,9 @@ class Company:
         """Whether somebody ends by these tokens, which they have got."""
         return len(self.sequences[0].tokens) >= self._end_len or not self._stop_tokens.isdisjoint(picked)
 
-    def events(self, picked: Items[int]) -> tuple[list[Generation], list[Event]]:
-        """The tokens for their clients."""
-        return self._generations, [*map(Token, self._indexes, picked)]
+    def hand_over(self, picked: Items[int]) -> None:
+        """Queue their tokens for their clients."""
+        put_tokens(self._generations, map(Token, self._indexes, picked))
 
 
 class Companies:

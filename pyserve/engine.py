@@ -33,7 +33,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Items
+from functools import partial
 
 from pyserve.beside import Beside
 from pyserve.company import Companies, Company
@@ -85,7 +87,7 @@ class Engine:
         self._tasks: dict[int, Task] = {}  # sequence id -> its task, from submit to end
         self._arrivals: list[list[Sequence]] = []
         self._cancels: list[int] = []
-        self._outbox: list[tuple[Items[Generation], Items[Event]]] = []  # one event for each of the generations
+        self._outbox: list[Callable[[], None]] = []  # each queues some events for their clients; in order
         self._next_id = 0  # of sequences; a group's is its first sequence's
         self._transfers = Transfers(ledger, parking, self._tasks, self.counters, self._post)
         self._wake = asyncio.Event()
@@ -293,7 +295,7 @@ class Engine:
         self._observe("inter_token_s", now_s - tasks[0].last_token_s, len(tasks))
         for task in tasks:
             task.last_token_s = now_s
-        self._outbox.append(company.events(picked))
+        self._outbox.append(partial(company.hand_over, picked))
 
     def _took_row_by_row(self, rows: Rows, result: StepResult, now_s: float) -> None:
         tasks = self._tasks
@@ -387,10 +389,9 @@ class Engine:
             self._end(task, error)
 
     def _post(self, task: Task, event: Event) -> None:
-        self._outbox.append(((task.generation,), (event,)))
+        self._outbox.append(partial(task.generation.put, event))
 
     def _deliver(self) -> None:
         outbox, self._outbox = self._outbox, []
-        for generations, events in outbox:
-            for generation, event in zip(generations, events, strict=True):
-                generation.put(event)
+        for hand_over in outbox:
+            hand_over()

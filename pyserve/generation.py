@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from pyserve.types import Event, Failed, Finished, Token
 
@@ -33,11 +33,8 @@ class Generation:
         if type(event) is not Token and isinstance(event, Finished | Failed):
             self._open.discard(event.index)
         self._events.append(event)
-        waiter = self._waiter
-        if waiter is not None:
-            self._waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
+        if self._waiter is not None:
+            self._wake()
 
     async def next_events(self, deadline: float = math.inf) -> list[Event]:
         """All queued events; waits for the first until `deadline` (loop.time()).
@@ -97,3 +94,14 @@ class Generation:
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+
+def put_tokens(generations: Iterable[Generation], tokens: Iterable[Token]) -> None:
+    """`put` of a token to each of these generations, which may repeat: a step has hundreds, and a call for each costs
+    more than all that it does.
+    """
+    for generation, token in zip(generations, tokens, strict=True):
+        if token.index in generation._open:
+            generation._events.append(token)
+            if generation._waiter is not None:
+                generation._wake()

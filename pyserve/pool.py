@@ -71,6 +71,22 @@ class Pool:
         self.num_free -= count
         return pages
 
+    def grow(self, last: int) -> int | None:
+        """The page behind `last`, with one holder, for the sequence whose last page that is. None: it is not free, or
+        would be the first of a block that is not; `allocate` gives another then.
+
+        What nearly every sequence wants that grows by a page, at a quarter of what `allocate` costs.
+        """
+        page = last + 1
+        length = self._gap_len.get(page, 0)
+        if length < 2 or (length < self.block_len and not page % self.block_len):
+            return None
+        del self._gap_len[page]
+        self._move_front(page + 1, length - 1)
+        self.holders[page] = 1
+        self.num_free -= 1
+        return page
+
     def retain(self, pages: Iterable[int]) -> None:
         """One more sequence uses these pages, which are cached."""
         for page in pages:
@@ -80,12 +96,16 @@ class Pool:
 
     def release(self, pages: Iterable[int]) -> list[int]:
         """A sequence lets go of `pages`. Returns those that only the cache holds from now on, in the order given."""
-        only_cached = []
+        holders, readers = self.holders, self.readers
+        let_go = []
         for page in pages:
-            self.holders[page] -= 1
-            if not self.holders[page] and self._enter_condition(page):
-                only_cached.append(page)
-        return only_cached
+            holders[page] -= 1
+            if not holders[page]:
+                if readers[page]:
+                    self.num_leaving += 1
+                else:
+                    let_go.append(page)
+        return self._let_go(let_go)
 
     def start_reading(self, pages: Iterable[int]) -> None:
         """A sequence lets go of `pages`, which a copy goes on reading."""
@@ -97,28 +117,30 @@ class Pool:
 
     def stop_reading(self, pages: Iterable[int]) -> list[int]:
         """The copy is done. Returns the pages that only the cache holds from now on."""
-        only_cached = []
+        holders, readers = self.holders, self.readers
+        let_go = []
         for page in pages:
-            if not self.holders[page] and self.readers[page] == 1:
-                self.num_leaving -= 1
-                self.readers[page] = 0
-                if self._enter_condition(page):
-                    only_cached.append(page)
-            else:
-                self.readers[page] -= 1
-        return only_cached
+            readers[page] -= 1
+            if not holders[page] and not readers[page]:
+                let_go.append(page)
+        self.num_leaving -= len(let_go)
+        return self._let_go(let_go)
 
-    def cache(self, page: int) -> None:
-        """The prompt cache knows this page, which a sequence holds."""
-        self.is_cached[page] = True
+    def cache(self, pages: Iterable[int]) -> None:
+        """The prompt cache knows these pages, which a sequence holds."""
+        is_cached = self.is_cached
+        for page in pages:
+            is_cached[page] = True
 
     def uncache(self, pages: Iterable[int]) -> None:
         """The prompt cache forgets these pages, whoever holds or reads them."""
+        freed = []
         for page in pages:
             self.is_cached[page] = False
             if not self.holders[page] and not self.readers[page]:
                 self.num_cached -= 1
-                self._free(page, 1)
+                freed.append(page)
+        self._free_all(freed)
 
     def evict(self, pages: list[int]) -> None:
         """The prompt cache forgets these pages, which nobody else holds."""
@@ -127,8 +149,7 @@ class Pool:
             assert is_cached[page] and not holders[page] and not readers[page], f"page {page} is in use"
             is_cached[page] = False
         self.num_cached -= len(pages)
-        for start, length in _runs(pages):
-            self._free(start, length)
+        self._free_all(pages)
 
     def num_own(self, pages: list[int]) -> int:
         """How many of a sequence's pages no other sequence uses. O(log n): who shares a page shares all before it."""
@@ -141,16 +162,13 @@ class Pool:
                 high = middle
         return len(pages) - low
 
-    def _enter_condition(self, page: int) -> bool:
-        """A page without holders becomes leaving, cached or free. True: it is cached now."""
-        if self.readers[page]:
-            self.num_leaving += 1
-        elif self.is_cached[page]:
-            self.num_cached += 1
-            return True
-        else:
-            self._free(page, 1)
-        return False
+    def _let_go(self, pages: list[int]) -> list[int]:
+        """Nobody holds or reads these pages any more, so they become cached or free. Returns those that are cached."""
+        only_cached = [page for page in pages if self.is_cached[page]]
+        self.num_cached += len(only_cached)
+        if len(only_cached) < len(pages):
+            self._free_all([page for page in pages if not self.is_cached[page]])
+        return only_cached
 
     def _leave_condition(self, page: int) -> None:
         if self.readers[page]:
@@ -201,15 +219,25 @@ class Pool:
         count = min(count, length - offset)
         first = start + offset
         pages.extend(range(first, first + count))
-        if not offset and count < length:  # as ever when a sequence grows: the heap need not know yet
-            self._gap_len[first + count] = length - count
-            self._gap_start[start + length] = first + count
+        if not offset and count < length:
+            self._move_front(first + count, length - count)
             return
         del self._gap_start[start + length]
         if offset:
             self._add_gap(start, offset)
         if offset + count < length:
             self._add_gap(first + count, length - offset - count)
+
+    def _move_front(self, start: int, length: int) -> None:
+        """What is left of a gap whose first pages were taken, as ever when a sequence grows: the heap need not know
+        yet.
+        """
+        self._gap_len[start] = length
+        self._gap_start[start + length] = start
+
+    def _free_all(self, pages: Iterable[int]) -> None:
+        for start, length in _runs(pages):
+            self._free(start, length)
 
     def _free(self, start: int, length: int) -> None:
         self.num_free += length

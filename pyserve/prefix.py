@@ -1,7 +1,8 @@
 """THE PROMPT CACHE: which full pages hold which tokens after which tokens.
 
-A tree: each node is one full page, its children are the pages that may follow, keyed by the tokens in them. Matching a
-prompt walks down from the root. Keys are compared as tokens, so no two prompts are ever confused.
+A tree: each node is one full page, its children are the pages that may follow. Matching a prompt walks down from the
+root, one look at one table a step: its keys are the page before and the tokens in this one, and a page is in the tree
+once at most, so that a key is a place in it. Keys are compared as tokens, so no two prompts are ever confused.
 
 The cache knows pages, it does not keep them from anyone: a page that no sequence holds is there to be evicted whenever
 the pool needs it. A sequence that holds a page holds all pages before it in the tree, because a match takes the whole
@@ -13,31 +14,35 @@ A restore that is in flight makes its pages known before they are filled, so tha
 them instead of copies of their own (R11). Only such restores see them (`with_filling`), and wait for that copy. When
 it fails, `forget` drops the pages and all that follow them, as if they had never been known.
 
+A prompt may fill thousands of small pages in one step, so a page costs one node, its key and an entry in each of two
+tables. A node knows its parent and the number of its children, not which they are: so nodes never form a cycle, and
+the collector of garbage does not walk them, which took longer than all the rest.
+
 Eviction takes the least recently used leaf. Leaves wait in a heap by time of last use; a node enters when it is a leaf
 that nobody holds, and entries that no longer describe it are dropped when they surface: O(log n) amortised.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from heapq import heapify, heappop, heappush, heappushpop
+
+import msgspec
 
 from pyserve.pool import Pool
 
 
-class Node:
-    """One cached page in the tree."""
+class Node(msgspec.Struct, eq=False, gc=False):
+    """One cached page in the tree; compared by identity."""
 
-    __slots__ = ("children", "depth", "is_filling", "key", "last_use", "page", "parent")
-
-    def __init__(self, parent: Node | None, key: tuple[int, ...], page: int) -> None:
-        self.parent = parent
-        self.depth: int = parent.depth + 1 if parent is not None else 0  # pages from the start, this one included
-        self.key = key
-        self.page = page
-        self.children: dict[tuple[int, ...], Node] = {}
-        self.last_use = 0
-        self.is_filling = False  # a restore's copy is still writing the page
+    parent: Node | None
+    key: tuple[int, ...]  # the page of the parent and the tokens in this one
+    page: int
+    depth: int  # pages from the start, this one included
+    last_use: int = 0
+    is_filling: bool = False  # a restore's copy is still writing the page
+    num_children: int = 0
 
 
 class PrefixCache:
@@ -46,27 +51,29 @@ class PrefixCache:
     def __init__(self, pool: Pool, page_size: int) -> None:
         self._pool = pool
         self._page_size = page_size
-        self.root = Node(None, (), 0)  # no page of its own
-        self._nodes: dict[int, Node] = {}  # by page
+        self.root = Node(None, (), pool.num_pages, 0)  # it has no page: its number is none of the pool's
+        self._known: dict[tuple[int, ...], Node] = {}  # by key
+        self._nodes: list[Node | None] = [None] * pool.num_pages  # the same by page
+        self._filling: dict[int, Node] = {}  # those of them that are being filled; parents come before their children
         self._leaves: list[tuple[int, int]] = []  # (last use, page), the heap of what can be evicted
         self._now = 0  # counts uses
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self._known)
 
     def match(self, tokens: Sequence[int], max_pages: int, *, with_filling: bool = False) -> list[Node]:
         """The longest known chain of full pages that `tokens` start with, at most `max_pages` of them. `with_filling`:
         pages that a restore is still filling as well.
         """
         size = self._page_size
+        known, page = self._known, self.root.page
         chain: list[Node] = []
-        node = self.root
         for start in range(0, max_pages * size, size):
-            child = node.children.get(tuple(tokens[start : start + size]))
-            if child is None or (child.is_filling and not with_filling):
+            node = known.get((page, *tokens[start : start + size]))
+            if node is None or (node.is_filling and not with_filling):
                 break
-            chain.append(child)
-            node = child
+            chain.append(node)
+            page = node.page
         return chain
 
     def common(self, pages: Iterable[int]) -> tuple[list[Node], int]:
@@ -75,7 +82,7 @@ class PrefixCache:
         """
         nodes = []
         for page in pages:
-            node = self._nodes.get(page)
+            node = self._nodes[page]
             if node is None:
                 break
             nodes.append(node)
@@ -96,11 +103,9 @@ class PrefixCache:
         `vacated`: pages whose only holder is about to go. `taken`: pages that get a holder, whatever they have now.
         Stops at the first page that does not count: O(1) where nothing is shared.
         """
-        size = self._page_size
-        node: Node | None = self.root
+        size, page = self._page_size, self.root.page
         for depth in range(max_pages):
-            assert node is not None
-            node = node.children.get(tuple(tokens[depth * size : (depth + 1) * size]))
+            node = self._known.get((page, *tokens[depth * size : (depth + 1) * size]))
             if node is None or (node.is_filling and not with_filling):
                 return depth
             page = node.page
@@ -114,79 +119,103 @@ class PrefixCache:
         self._pool.retain(pages)
         return pages
 
-    def register(self, parent: Node, key: tuple[int, ...], page: int, *, is_filling: bool = False) -> Node | None:
-        """The sequence that holds `parent` filled `page` with `key`, or is about to. None: another page is known for
-        these tokens.
+    def register(
+        self,
+        node: Node,
+        tokens: Sequence[int],
+        pages: Sequence[int],
+        num_full: int,
+        *,
+        is_filling: bool = False,
+    ) -> Node | None:
+        """A sequence, whose pages are known up to `node`, has filled the first `num_full` of its `pages` with its
+        `tokens`, or is about to. Returns the node of the last of these. None: some page is known already under another
+        number; the sequence keeps its own private, and all behind it.
         """
-        if key in parent.children:
-            return None
-        node = Node(parent, key, page)
-        node.is_filling = is_filling
-        parent.children[key] = node
-        self._nodes[page] = node
-        self._pool.cache(page)
-        self._now += 1
-        node.last_use = self._now
-        return node
+        size, known, nodes, now = self._page_size, self._known, self._nodes, self._now
+        first = last = node.depth
+        while last < num_full:
+            page, key = pages[last], (node.page, *tokens[last * size : (last + 1) * size])
+            if key in known:
+                break
+            now += 1
+            last += 1
+            node.num_children += 1
+            known[key] = nodes[page] = node = Node(node, key, page, last, now, is_filling)
+            if is_filling:
+                self._filling[page] = node
+        self._now = now
+        self._pool.cache(pages[first:last])
+        return node if last >= num_full else None
 
     def filled(self, pages: Iterable[int]) -> None:
         """The restore that filled `pages` has landed."""
         for page in pages:
-            if node := self._nodes.get(page):
+            if node := self._filling.pop(page, None):
                 node.is_filling = False
 
     def filling_pages(self) -> set[int]:
-        return {page for page, node in self._nodes.items() if node.is_filling}
+        return set(self._filling)
 
     def forget(self, page: int) -> None:
-        """`page` was not filled: neither it nor what follows it is known any more. Harmless when it is not known."""
-        top = self._nodes.get(page)
+        """`page` was not filled: neither it nor what follows it is known any more. Harmless when it is not known.
+
+        What follows a page that is being filled is being filled as well.
+        """
+        top = self._filling.get(page)
         if top is None:
             return
-        assert top.parent is not None
-        del top.parent.children[top.key]
-        pages, nodes = [], [top]
-        while nodes:
-            node = nodes.pop()
-            nodes += node.children.values()
-            del self._nodes[node.page]
-            pages.append(node.page)
-        self._pool.uncache(pages)
-        if top.parent is not self.root and not top.parent.children and self._is_unheld(top.parent.page):
-            self._offer(top.parent)
+        forgotten = {page: top}
+        for node in self._filling.values():
+            if node.parent is not None and node.parent.page in forgotten:
+                forgotten[node.page] = node
+        for node in forgotten.values():
+            assert node.parent is not None
+            node.parent.num_children -= 1
+            del self._known[node.key], self._filling[node.page]
+            self._nodes[node.page] = None
+        self._pool.uncache(forgotten)
+        parent = top.parent
+        if parent is not None and parent is not self.root and not parent.num_children and self._is_unheld(parent.page):
+            self._offer(parent)
 
     def last_of(self, pages: Sequence[int]) -> Node:
         """The node of the last of a sequence's leading `pages`, all of which are known; without any the root."""
-        return self._nodes[pages[-1]] if pages else self.root
+        last = self._nodes[pages[-1]] if pages else self.root
+        assert last is not None, f"page {pages[-1]} is not known"
+        return last
 
     def let_go(self, pages: Iterable[int]) -> None:
         """Nobody holds these cached pages any more."""
         self._now += 1
         for page in pages:
             node = self._nodes[page]
+            assert node is not None, f"page {page} is not known"
             node.last_use = self._now
-            if not node.children:
+            if not node.num_children:
                 self._offer(node)
 
     def evict(self, count: int = 1) -> list[int]:
         """Frees the `count` least recently used pages that nobody holds. There must be so many. Returns the pages."""
-        nodes, leaves, root = self._nodes, self._leaves, self.root
+        known, nodes, leaves, root = self._known, self._nodes, self._leaves, self.root
         holders, readers = self._pool.holders, self._pool.readers
         pages: list[int] = []
         entry = heappop(leaves)
         while True:
             last_use, page = entry
-            node = nodes.get(page)
-            if node is None or node.last_use != last_use or node.children or holders[page] or readers[page]:
+            node = nodes[page]
+            if node is None or node.last_use != last_use or node.num_children or holders[page] or readers[page]:
                 entry = heappop(leaves)  # it has changed since it was offered
                 continue
             parent = node.parent
             assert parent is not None
-            del parent.children[node.key], nodes[page]
+            del known[node.key]
+            nodes[page] = None
+            parent.num_children -= 1
             pages.append(page)
             is_last = len(pages) == count
             page = parent.page
-            if parent is not root and not parent.children and not holders[page] and not readers[page]:
+            if parent is not root and not parent.num_children and not holders[page] and not readers[page]:
                 if is_last:
                     self._offer(parent)
                 else:
@@ -203,27 +232,35 @@ class PrefixCache:
 
     def _offer(self, node: Node) -> None:
         heappush(self._leaves, (node.last_use, node.page))
-        if len(self._leaves) > 2 * len(self._nodes) + 64:
+        if len(self._leaves) > 2 * len(self._known) + 64:
             self._leaves = [
-                (each.last_use, page)
-                for page, each in self._nodes.items()
-                if not each.children and self._is_unheld(page)
+                (each.last_use, each.page)
+                for each in self._known.values()
+                if not each.num_children and self._is_unheld(each.page)
             ]
             heapify(self._leaves)
 
     def check_integrity(self) -> None:
         """Raises AssertionError naming the first thing that does not add up."""
         offered = set(self._leaves)
-        for page, node in self._nodes.items():
-            assert node.page == page and self._pool.is_cached[page], f"page {page} is not the cache's"
-            assert node.parent is not None and node.parent.children.get(node.key) is node, f"page {page} is cut off"
+        assert sum(each is not None for each in self._nodes) == len(self._known), "a page is known that is not found"
+        num_children = Counter(node.parent.page for node in self._known.values() if node.parent is not None)
+        assert self.root.num_children == num_children[self.root.page], "a prompt's first page is lost"
+        for key, node in self._known.items():
+            page = node.page
+            assert self._nodes[page] is node and self._pool.is_cached[page], f"page {page} is not the cache's"
+            assert node.parent is not None and node.key == key, f"page {page} is cut off"
+            assert key[0] == node.parent.page, f"page {page} is found behind another page"
+            assert node.num_children == num_children[page], f"page {page} miscounts the pages that follow it"
+            assert node.is_filling == (page in self._filling), f"page {page} is lost to those that are being filled"
+            assert not node.parent.is_filling or node.is_filling, f"page {page} follows one that is not filled"
             if node.parent is not self.root:
-                assert self._nodes.get(node.parent.page) is node.parent, f"the page before {page} is not cached"
+                assert self._nodes[node.parent.page] is node.parent, f"the page before {page} is not cached"
                 is_deeper_held = self._pool.holders[page] > self._pool.holders[node.parent.page]
                 assert not is_deeper_held, f"page {page} has more holders than the page before it"
-            if not node.children and self._is_unheld(page):
+            if not node.num_children and self._is_unheld(page):
                 assert (node.last_use, page) in offered, f"page {page} can never be evicted"
-        assert sum(self._pool.is_cached) == len(self._nodes), "the pool has cached pages that the cache does not know"
+        assert sum(self._pool.is_cached) == len(self._known), "the pool has cached pages that the cache does not know"
 
 
 def num_common_pages(

@@ -1,7 +1,7 @@
 """The residents: the sequences whose pages are in the pool. What they hold, and what their next steps want.
 
 The ledger calls this, nobody else. In the steady state a step costs each sequence the append of its token; its pages,
-debts and cache entries are looked at only where its tokens or a runway enter a page (`_enter_page`). While the same
+debts and cache entries are looked at only where its tokens or a runway enter a page (`_enter_pages`). While the same
 sequences decode, step after step, `Visits` knows which those are, and nobody asks the others.
 """
 
@@ -49,26 +49,34 @@ class Residents:
             self._view.decoding.add(sequence)
         else:
             self._view.decoding.discard(sequence.id)
-        self._enter_page(sequence)
+        self._enter_pages([sequence])
 
-    def _enter_page(self, sequence: Sequence) -> None:
-        """Looks at a running sequence whose tokens, or a runway of whom, may have entered a page."""
+    def _enter_pages(self, sequences: list[Sequence]) -> None:
+        """Looks at running sequences whose tokens, or a runway of whom, may have entered a page."""
         view = self._view
-        num_tokens = len(sequence.tokens)
-        sequence.next_count_len = view.next_count_len(num_tokens)
-        self._register(sequence)
-        if num_tokens > view.limits.context_len:
-            view.oversized[sequence.id] = sequence
-        elif view.is_short(sequence):
-            view.short[sequence.id] = sequence
-        self._set_debts(sequence)
+        size, context_len = view.limits.page_size, view.limits.context_len
+        for sequence in sequences:
+            num_tokens = len(sequence.tokens)
+            sequence.next_count_len = view.next_count_len(num_tokens)
+            node = sequence.cache_node
+            if node is not None and node.depth < sequence.num_computed // size:
+                self._register(sequence)
+            if num_tokens > context_len:
+                view.oversized[sequence.id] = sequence
+            elif num_tokens > len(sequence.pages) * size:
+                view.short[sequence.id] = sequence
+        self._set_debts(sequences)
 
-    def _set_debts(self, sequence: Sequence) -> None:
-        view = self._view
-        debt, entry_debt = view.debts_of(sequence)
-        view.debt += debt - sequence.debt
-        view.entry_debt += entry_debt - sequence.entry_debt
-        sequence.debt, sequence.entry_debt = debt, entry_debt
+    def _set_debts(self, sequences: list[Sequence]) -> None:
+        debts_of = self._view.debts_of
+        more = entry_more = 0
+        for sequence in sequences:
+            debt, entry_debt = debts_of(sequence)
+            more += debt - sequence.debt
+            entry_more += entry_debt - sequence.entry_debt
+            sequence.debt, sequence.entry_debt = debt, entry_debt
+        self._view.debt += more
+        self._view.entry_debt += entry_more
 
     def have_pages(self, rows: Rows) -> bool:
         """Gives every decode row of `rows`, to run behind the step that runs, its page. False: one finds none."""
@@ -88,7 +96,11 @@ class Residents:
             return False
         view = self._view
         for sequence in sequences:
-            self._extend(sequence, len(sequence.pages) + 1)
+            page = view.pool.grow(sequence.pages[-1])
+            if page is None:
+                self._extend(sequence, len(sequence.pages) + 1)
+            else:
+                sequence.pages.append(page)
             if sequence.debt:
                 sequence.debt -= 1
                 view.debt -= 1
@@ -112,8 +124,7 @@ class Residents:
         for sequence, token in zip(sequences, picked, strict=True):
             sequence.tokens.append(token)
             sequence.num_computed += 1
-        for sequence in due:
-            self._enter_page(sequence)
+        self._enter_pages(due)
         self._visits.add(due)
 
     def _row_by_row(self, rows: Rows, picked: Items[int]) -> None:
@@ -125,7 +136,7 @@ class Residents:
                 sequence.tokens.append(token)
                 sequence.num_computed = start + 1
                 if len(sequence.tokens) >= sequence.next_count_len:
-                    self._enter_page(sequence)
+                    self._enter_pages([sequence])
             elif sequence.state is State.RUNNING:
                 self._advance(sequence, start + length, token)
 
@@ -186,13 +197,12 @@ class Residents:
 
     def _register(self, sequence: Sequence, is_filling: bool = False) -> None:
         """Tells the prompt cache which pages are full, or will be."""
-        size = self._view.limits.page_size
         node = sequence.cache_node
-        while node is not None and (node.depth + 1) * size <= sequence.num_computed:
-            start = node.depth * size
-            key = tuple(sequence.tokens[start : start + size])
-            node = self._view.cache.register(node, key, sequence.pages[node.depth], is_filling=is_filling)
-        sequence.cache_node = node
+        if node is not None:
+            num_full = sequence.num_computed // self._view.limits.page_size
+            sequence.cache_node = self._view.cache.register(
+                node, sequence.tokens, sequence.pages, num_full, is_filling=is_filling
+            )
 
     def allocate_rows(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Gives `sequences`, which have rows, their pages; a prompt's were reserved when it entered. Returns those that
@@ -208,7 +218,7 @@ class Residents:
             if needed - len(sequence.pages) <= view.pool.num_available:
                 self._extend(sequence, needed)
                 del short[sequence.id]
-                self._set_debts(sequence)
+                self._set_debts([sequence])
             else:
                 missing.append(sequence)
         return missing

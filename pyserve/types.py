@@ -78,7 +78,7 @@ class Started:
     slot: int
 
 
-class Token(msgspec.Struct, frozen=True):
+class Token(msgspec.Struct, frozen=True, gc=False):
     """One generated token. A token in `stop_tokens` is never sent. One is made for every token of every stream, which
     a frozen dataclass takes five times as long for.
     """

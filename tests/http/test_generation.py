@@ -7,8 +7,8 @@ import functools
 import time
 from collections.abc import Callable, Coroutine
 
-from pyserve.generation import Generation
-from pyserve.types import Failed, SequenceStats, Token
+from pyserve.generation import Generation, put_tokens
+from pyserve.types import Failed, Finished, FinishReason, SequenceStats, Token
 
 
 def in_loop(test: Callable[[], Coroutine[None, None, None]]) -> Callable[[], None]:
@@ -89,3 +89,28 @@ async def test_a_cancelled_request_ends_the_wait() -> None:
     assert await asyncio.wait_for(waiting, 1) == [] and generation.is_over
     generation.put(Token(0, 2))
     assert generation.is_over
+
+
+@in_loop
+async def test_the_tokens_of_a_step_reach_whoever_still_wants_them_in_their_order() -> None:
+    one, pair, gone = new(), new(2), new(2)
+    waiting = [asyncio.create_task(each.next_events()) for each in (one, pair)]
+    await asyncio.sleep(0)
+    one.put(Token(0, 1))
+    gone.put(Finished(0, FinishReason.STOP, SequenceStats()))
+    gone.cancel(1)
+    step = [Token(0, 2), Token(0, 3), Token(1, 4), Token(0, 5), Token(1, 6)]
+    put_tokens([one, pair, pair, gone, gone], step)
+    assert await waiting[0] == tokens(1, 2) and await waiting[1] == [Token(0, 3), Token(1, 4)]
+    assert await gone.next_events() == [Finished(0, FinishReason.STOP, SequenceStats())] and gone.is_over
+
+
+@in_loop
+async def test_tokens_of_a_step_for_whoever_gave_up_waiting_are_there_later() -> None:
+    generation = new()
+    waiting = asyncio.create_task(generation.next_events())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    put_tokens([generation], tokens(1))
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert await generation.next_events() == tokens(1)

@@ -100,7 +100,7 @@ def test_a_page_in_a_copy_is_nobodys_until_it_landed() -> None:
 def test_a_shared_page_goes_with_the_last_one_that_leaves() -> None:
     pool = Pool(4)
     (page,) = pool.allocate(1)
-    pool.cache(page)
+    pool.cache([page])
     pool.retain([page])
     pool.start_reading([page])
     assert (pool.num_held, pool.num_leaving) == (1, 0)
@@ -118,8 +118,7 @@ def test_a_shared_page_goes_with_the_last_one_that_leaves() -> None:
 def test_only_pages_of_ones_own_count() -> None:
     pool = Pool(16)
     shared = pool.allocate(5)
-    for page in shared:
-        pool.cache(page)
+    pool.cache(shared)
     pool.retain(shared)
     own = pool.allocate(3)
     assert pool.num_own(shared + own) == 3
@@ -141,3 +140,51 @@ def test_a_large_pool_forgets_nothing_over_many_changes() -> None:
     assert pool.num_held == sum(len(pages) for pages in chats)
     assert len({page for pages in chats for page in pages}) == pool.num_held
     pool.check_integrity()
+
+
+@pytest.mark.parametrize("block_len", [1, 2, 8])
+def test_a_page_grown_is_the_one_that_would_be_allocated(block_len: int) -> None:
+    """Whatever is freed in between, and however little is left."""
+    dice = random.Random(block_len)
+    asked, grown = Pool(150, block_len), Pool(150, block_len)
+    chats: list[list[int]] = []
+    num_grown = 0
+    for _ in range(4000):
+        if len(chats) < 5:
+            chats.append(asked.allocate(1))
+            assert grown.allocate(1) == chats[-1]
+        pages = dice.choice(chats)
+        assert asked.num_free == grown.num_free
+        is_crowded = grown.is_crowded(pages[-1])
+        (page,) = asked.allocate(1, pages[-1])
+        next_page = grown.grow(pages[-1])
+        num_grown += next_page is not None
+        assert next_page is None or not is_crowded, "nothing has to be evicted for it"
+        assert page == next_page or (next_page is None and grown.allocate(1, pages[-1]) == [page])
+        pages.append(page)
+        while asked.num_free < 5 or dice.random() < 0.02:
+            pages = chats.pop(dice.randrange(len(chats)))
+            dice.shuffle(pages)
+            asked.release(pages)
+            grown.release(pages)
+    grown.check_integrity()
+    assert num_grown > 1000
+
+
+def test_pages_freed_at_once_are_given_again_as_if_freed_one_by_one() -> None:
+    dice = random.Random(1)
+    at_once, one_by_one = Pool(200, 4), Pool(200, 4)
+    for _ in range(200):
+        count = dice.randint(1, 60)
+        pages = at_once.allocate(count)
+        assert one_by_one.allocate(count) == pages
+        left = dice.sample(pages, dice.randint(0, min(2, count)))
+        gone = [page for page in pages if page not in left]
+        dice.shuffle(gone)
+        at_once.release(gone)
+        for page in gone:
+            one_by_one.release([page])
+        if at_once.num_free < 60:
+            at_once.release([page for page in range(200) if at_once.holders[page]])
+            one_by_one.release([page for page in range(200) if one_by_one.holders[page]])
+    at_once.check_integrity()

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pyserve.pool import Pool
-from pyserve.prefix import Node, PrefixCache
+from pyserve.prefix import PrefixCache
 
 
 def fill(cache: PrefixCache, pool: Pool, tokens: list[int], size: int = 4) -> list[int]:
     """A sequence that computed `tokens`, registered its full pages and is still there. Returns its pages."""
     chain = cache.match(tokens, len(tokens) // size)
     pages = cache.take(chain)
-    node: Node | None = chain[-1] if chain else cache.root
     pages += pool.allocate(len(tokens) // size - len(chain))
-    for index in range(len(chain), len(pages)):
-        assert node is not None
-        node = cache.register(node, tuple(tokens[index * size : (index + 1) * size]), pages[index])
+    last = cache.register(chain[-1] if chain else cache.root, tokens, pages, len(pages))
+    assert last is not None and last.page == pages[-1]
     cache.check_integrity()
     return pages
 
@@ -77,7 +75,7 @@ def test_the_second_to_compute_a_page_keeps_its_own() -> None:
     cache = PrefixCache(pool, 4)
     fill(cache, pool, numbers(0, 4))
     (private,) = pool.allocate(1)
-    assert cache.register(cache.root, (0, 1, 2, 3), private) is None
+    assert cache.register(cache.root, [0, 1, 2, 3], [private], 1) is None
     leave(cache, pool, [private])
     assert pool.num_free == 15, "not cached, so freed at once"
 
@@ -93,3 +91,64 @@ def test_shared_pages_are_counted_until_the_first_that_nobody_holds() -> None:
     assert cache.num_shared(numbers(0, 12), 3, ()) == 1
     leave(cache, pool, short)
     assert cache.num_shared(numbers(0, 12), 3, ()) == 0
+
+
+def test_a_sequence_goes_on_where_its_pages_are_known_up_to() -> None:
+    """Page by page or many at once, it is the same tree."""
+    pool = Pool(32)
+    cache = PrefixCache(pool, 2)
+    pages, tokens = pool.allocate(10), numbers(0, 20)
+    node = cache.register(cache.root, tokens, pages, 3)
+    assert node is not None and (node.page, node.depth) == (pages[2], 3)
+    assert cache.register(node, tokens, pages, 3) is node, "nothing is full that was not"
+    node = cache.register(node, tokens, pages, 10)
+    assert node is not None and (node.page, node.depth, len(cache)) == (pages[9], 10, 10)
+    assert [each.page for each in cache.match(tokens, 10)] == pages
+    cache.check_integrity()
+
+
+def test_whoever_meets_a_page_that_is_known_keeps_all_behind_it() -> None:
+    pool = Pool(32)
+    cache = PrefixCache(pool, 2)
+    fill(cache, pool, numbers(0, 6), size=2)
+    own = pool.allocate(5)
+    assert cache.register(cache.root, [90, 91, *numbers(0, 8)], own, 5) is not None
+    private = pool.allocate(5)
+    assert cache.register(cache.root, numbers(0, 10), private, 5) is None
+    assert len(cache) == 8 and not any(pool.is_cached[page] for page in private)
+    cache.check_integrity()
+
+
+def test_what_was_not_filled_is_forgotten_with_all_that_follows_it() -> None:
+    pool = Pool(32)
+    cache = PrefixCache(pool, 2)
+    shared = fill(cache, pool, numbers(0, 4), size=2)
+    filling = pool.allocate(3)
+    node = cache.register(cache.last_of(shared), numbers(0, 10), shared + filling, 5, is_filling=True)
+    assert node is not None
+    branch = pool.allocate(2)
+    tokens = [*numbers(0, 6), 50, 51, 52, 53]
+    cache.register(cache.last_of([*shared, filling[0]]), tokens, [*shared, filling[0], *branch], 5, is_filling=True)
+    assert cache.filling_pages() == {*filling, *branch}
+    assert [each.page for each in cache.match(numbers(0, 10), 5)] == shared, "nobody else waits for a copy"
+    cache.check_integrity()
+    cache.forget(filling[1])
+    assert cache.filling_pages() == {filling[0], *branch}
+    cache.forget(filling[0])
+    cache.forget(filling[0])
+    assert not cache.filling_pages() and len(cache) == 2 and not any(pool.is_cached[page] for page in filling + branch)
+    cache.check_integrity()
+    leave(cache, pool, shared)
+    assert cache.evict(2) == shared[::-1], "the last of what stays can be evicted"
+
+
+def test_what_was_filled_is_there_for_everybody() -> None:
+    pool = Pool(32)
+    cache = PrefixCache(pool, 2)
+    pages = pool.allocate(3)
+    cache.register(cache.root, numbers(0, 6), pages, 3, is_filling=True)
+    cache.filled(pages)
+    assert [each.page for each in cache.match(numbers(0, 6), 3)] == pages
+    cache.forget(pages[0])
+    assert len(cache) == 3, "it was filled, and stays"
+    cache.check_integrity()
