@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from pyserve.generation import Generation
 from pyserve.handle import EngineHandle
 from pyserve.models.load import Model, load
 from pyserve.ops import StepBatch
@@ -63,9 +64,14 @@ class Instant:
         return self._picked[: self._num_samples.pop(0)]
 
 
+def room_for(num_steps: int) -> int:
+    """Tokens that each row generates."""
+    return num_steps + 2 * WARM_UP_STEPS
+
+
 async def measure(model: Model, num_rows: int, num_steps: int, *, is_taken: bool) -> float:
     """Seconds of CPU a step; `is_taken`: with a client for each stream."""
-    room = num_steps + 2 * WARM_UP_STEPS
+    room = room_for(num_steps)
     engine = build_engine(model, Settings(ctx_size=num_rows * (room + 32), parallel=num_rows), num_threads=1)
     program = Instant()
     engine._runner._program = program  # type: ignore[assignment]
@@ -74,16 +80,16 @@ async def measure(model: Model, num_rows: int, num_steps: int, *, is_taken: bool
 
     taking = asyncio.Event()
 
-    async def client(number: int) -> None:
-        request = SequenceRequest((3, 4, 5 + number % 90), SamplingParams(temperature=0.0), max_tokens=room)
-        generation = handle.submit([request], "bench")
+    async def client(generation: Generation) -> None:
         if not is_taken:
             await taking.wait()
         while not generation.is_over:
             await generation.next_events()
 
-    clients = [asyncio.create_task(client(number)) for number in range(num_rows)]
-    while handle.counters.steps < WARM_UP_STEPS + num_steps:
+    sampling = SamplingParams(temperature=0.0)
+    requests = [SequenceRequest((3, 4, 5 + number % 90), sampling, max_tokens=room) for number in range(num_rows)]
+    clients = [asyncio.create_task(client(handle.submit([each], "bench"))) for each in requests]
+    while handle.counters.steps < WARM_UP_STEPS + num_steps and not engine.is_empty.is_set():
         await asyncio.sleep(0.01)
     ends_s = program.window_ends_s[: num_steps // WINDOW_STEPS]
     taking.set()
@@ -97,8 +103,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--steps", type=int, default=1000)
     chosen = parser.parse_args()
-    path = make_gguf(Path(tempfile.mkdtemp()) / "tiny.gguf")
-    model = load(path, max_tokens=1200, max_samples=1200, max_positions=8192, num_threads=1)
+    if chosen.steps < 4 * WINDOW_STEPS:
+        parser.error(f"--steps must be at least {4 * WINDOW_STEPS}: there is nothing in the middle of fewer windows")
+    context_len = room_for(chosen.steps) + 32
+    path = make_gguf(Path(tempfile.mkdtemp()) / "tiny.gguf", context=context_len)
+    model = load(path, max_tokens=1200, max_samples=1200, max_positions=context_len, num_threads=1)
     gc.collect()
     gc.freeze()  # as the server does
     print("| rows | engine, us | target | with a task that takes each stream's tokens, us |\n| --- | --- | --- | --- |")
