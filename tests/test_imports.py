@@ -50,7 +50,7 @@ PURE = {
 }  # fmt: skip
 PURE_MAY_IMPORT = {
     "__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools",
-    "math", "operator", "typing",
+    "math", "msgspec", "operator", "typing",
 }  # fmt: skip
 TEXT_MAY_IMPORT = {"errors", "types", "text"}
 CYCLES_BY_CONTRACT = {("plan", "sequence")}  # the plan's rows name their sequences
