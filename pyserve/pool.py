@@ -89,10 +89,15 @@ class Pool:
 
     def retain(self, pages: Iterable[int]) -> None:
         """One more sequence uses these pages, which are cached."""
+        holders, readers = self.holders, self.readers
         for page in pages:
-            if not self.holders[page]:
-                self._leave_condition(page)
-            self.holders[page] += 1
+            if not holders[page]:
+                if readers[page]:
+                    self.num_leaving -= 1
+                else:
+                    assert self.is_cached[page], f"page {page} is free and cannot be shared"
+                    self.num_cached -= 1
+            holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> list[int]:
         """A sequence lets go of `pages`. Returns those that only the cache holds from now on, in the order given."""
@@ -169,13 +174,6 @@ class Pool:
         if len(only_cached) < len(pages):
             self._free_all([page for page in pages if not self.is_cached[page]])
         return only_cached
-
-    def _leave_condition(self, page: int) -> None:
-        if self.readers[page]:
-            self.num_leaving -= 1
-        else:
-            assert self.is_cached[page], f"page {page} is free and cannot be shared"
-            self.num_cached -= 1
 
     def is_crowded(self, after: int | None) -> bool:
         """The sequence whose last page is `after` can only grow into what is left of other sequences' blocks."""

@@ -25,19 +25,22 @@ that nobody holds, and entries that no longer describe it are dropped when they 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heappushpop
+from itertools import islice
 
 import msgspec
 
 from pyserve.pool import Pool
+
+Key = tuple[int, tuple[int, ...]]  # the page before, and the tokens in this one
 
 
 class Node(msgspec.Struct, eq=False, gc=False):
     """One cached page in the tree; compared by identity."""
 
     parent: Node | None
-    key: tuple[int, ...]  # the page of the parent and the tokens in this one
+    key: Key
     page: int
     depth: int  # pages from the start, this one included
     last_use: int = 0
@@ -51,8 +54,9 @@ class PrefixCache:
     def __init__(self, pool: Pool, page_size: int) -> None:
         self._pool = pool
         self._page_size = page_size
-        self.root = Node(None, (), pool.num_pages, 0)  # it has no page: its number is none of the pool's
-        self._known: dict[tuple[int, ...], Node] = {}  # by key
+        no_page = pool.num_pages  # not the number of one
+        self.root = Node(None, (no_page, ()), no_page, 0)
+        self._known: dict[Key, Node] = {}  # by key
         self._nodes: list[Node | None] = [None] * pool.num_pages  # the same by page
         self._filling: dict[int, Node] = {}  # those of them that are being filled; parents come before their children
         self._leaves: list[tuple[int, int]] = []  # (last use, page), the heap of what can be evicted
@@ -65,11 +69,10 @@ class PrefixCache:
         """The longest known chain of full pages that `tokens` start with, at most `max_pages` of them. `with_filling`:
         pages that a restore is still filling as well.
         """
-        size = self._page_size
         known, page = self._known, self.root.page
         chain: list[Node] = []
-        for start in range(0, max_pages * size, size):
-            node = known.get((page, *tokens[start : start + size]))
+        for part in self._parts(islice(tokens, max_pages * self._page_size)):
+            node = known.get((page, part))
             if node is None or (node.is_filling and not with_filling):
                 break
             chain.append(node)
@@ -103,15 +106,16 @@ class PrefixCache:
         `vacated`: pages whose only holder is about to go. `taken`: pages that get a holder, whatever they have now.
         Stops at the first page that does not count: O(1) where nothing is shared.
         """
-        size, page = self._page_size, self.root.page
-        for depth in range(max_pages):
-            node = self._known.get((page, *tokens[depth * size : (depth + 1) * size]))
+        page, num_shared = self.root.page, 0
+        for part in self._parts(islice(tokens, max_pages * self._page_size)):
+            node = self._known.get((page, part))
             if node is None or (node.is_filling and not with_filling):
-                return depth
+                break
             page = node.page
             if (not self._pool.holders[page] or page in vacated) and page not in taken:
-                return depth
-        return max_pages
+                break
+            num_shared += 1
+        return num_shared
 
     def take(self, chain: list[Node]) -> list[int]:
         """A sequence holds the pages of `chain` from now on. Returns the pages."""
@@ -135,7 +139,7 @@ class PrefixCache:
         size, known, nodes, now = self._page_size, self._known, self._nodes, self._now
         first = last = node.depth
         while last < num_full:
-            page, key = pages[last], (node.page, *tokens[last * size : (last + 1) * size])
+            page, key = pages[last], (node.page, tuple(tokens[last * size : (last + 1) * size]))
             if key in known:
                 break
             now += 1
@@ -147,6 +151,10 @@ class PrefixCache:
         self._now = now
         self._pool.cache(pages[first:last])
         return node if last >= num_full else None
+
+    def _parts(self, tokens: Iterable[int]) -> Iterator[tuple[int, ...]]:
+        """The tokens of one full page after the other."""
+        return zip(*[iter(tokens)] * self._page_size, strict=False)  # so many from the one iterator each time
 
     def filled(self, pages: Iterable[int]) -> None:
         """The restore that filled `pages` has landed."""
