@@ -15,8 +15,8 @@ them instead of copies of their own (R11). Only such restores see them (`with_fi
 it fails, `forget` drops the pages and all that follow them, as if they had never been known.
 
 A prompt may fill thousands of small pages in one step, so a page costs one node, its key and an entry in each of two
-tables. A node knows its parent and the number of its children, not which they are: so nodes never form a cycle, and
-the collector of garbage does not walk them, which took longer than all the rest.
+tables. A node names the page of its parent and the number of its children, and refers to none of them. So the collector
+of garbage need not walk the nodes, which took longer than all the rest, and giving up a long chain is not recursive.
 
 Eviction takes the least recently used leaf. Leaves wait in a heap by time of last use; a node enters when it is a leaf
 that nobody holds, and entries that no longer describe it are dropped when they surface: O(log n) amortised.
@@ -39,13 +39,16 @@ Key = tuple[int, tuple[int, ...]]  # the page before, and the tokens in this one
 class Node(msgspec.Struct, eq=False, gc=False):
     """One cached page in the tree; compared by identity."""
 
-    parent: Node | None
     key: Key
     page: int
     depth: int  # pages from the start, this one included
     last_use: int = 0
     is_filling: bool = False  # a restore's copy is still writing the page
     num_children: int = 0
+
+    @property
+    def parent_page(self) -> int:
+        return self.key[0]
 
 
 class PrefixCache:
@@ -55,9 +58,9 @@ class PrefixCache:
         self._pool = pool
         self._page_size = page_size
         no_page = pool.num_pages  # not the number of one
-        self.root = Node(None, (no_page, ()), no_page, 0)
+        self.root = Node((no_page, ()), no_page, 0)
         self._known: dict[Key, Node] = {}  # by key
-        self._nodes: list[Node | None] = [None] * pool.num_pages  # the same by page
+        self._nodes: list[Node | None] = [*[None] * pool.num_pages, self.root]  # the same by page, and the root
         self._filling: dict[int, Node] = {}  # those of them that are being filled; parents come before their children
         self._leaves: list[tuple[int, int]] = []  # (last use, page), the heap of what can be evicted
         self._now = 0  # counts uses
@@ -145,7 +148,7 @@ class PrefixCache:
             now += 1
             last += 1
             node.num_children += 1
-            known[key] = nodes[page] = node = Node(node, key, page, last, now, is_filling)
+            known[key] = nodes[page] = node = Node(key, page, last, now, is_filling)
             if is_filling:
                 self._filling[page] = node
         self._now = now
@@ -175,17 +178,22 @@ class PrefixCache:
             return
         forgotten = {page: top}
         for node in self._filling.values():
-            if node.parent is not None and node.parent.page in forgotten:
+            if node.parent_page in forgotten:
                 forgotten[node.page] = node
         for node in forgotten.values():
-            assert node.parent is not None
-            node.parent.num_children -= 1
-            del self._known[node.key], self._filling[node.page]
-            self._nodes[node.page] = None
+            self._parent(node).num_children -= 1
+        for page, node in forgotten.items():
+            del self._known[node.key], self._filling[page]
+            self._nodes[page] = None
         self._pool.uncache(forgotten)
-        parent = top.parent
-        if parent is not None and parent is not self.root and not parent.num_children and self._is_unheld(parent.page):
+        parent = self._parent(top)
+        if parent is not self.root and not parent.num_children and self._is_unheld(parent.page):
             self._offer(parent)
+
+    def _parent(self, node: Node) -> Node:
+        parent = self._nodes[node.parent_page]
+        assert parent is not None, f"page {node.page} is known, the page before it is not"
+        return parent
 
     def last_of(self, pages: Sequence[int]) -> Node:
         """The node of the last of a sequence's leading `pages`, all of which are known; without any the root."""
@@ -215,9 +223,10 @@ class PrefixCache:
             if node is None or node.last_use != last_use or node.num_children or holders[page] or readers[page]:
                 entry = heappop(leaves)  # it has changed since it was offered
                 continue
-            parent = node.parent
-            assert parent is not None
-            del known[node.key]
+            key = node.key
+            parent = nodes[key[0]]
+            assert parent is not None, f"the page before {page} is not known"
+            del known[key]
             nodes[page] = None
             parent.num_children -= 1
             pages.append(page)
@@ -251,20 +260,21 @@ class PrefixCache:
     def check_integrity(self) -> None:
         """Raises AssertionError naming the first thing that does not add up."""
         offered = set(self._leaves)
-        assert sum(each is not None for each in self._nodes) == len(self._known), "a page is known that is not found"
-        num_children = Counter(node.parent.page for node in self._known.values() if node.parent is not None)
+        assert sum(map(bool, self._nodes)) == len(self._known) + 1, "a page is known that is not found"
+        num_children = Counter(node.parent_page for node in self._known.values())
         assert self.root.num_children == num_children[self.root.page], "a prompt's first page is lost"
         for key, node in self._known.items():
             page = node.page
             assert self._nodes[page] is node and self._pool.is_cached[page], f"page {page} is not the cache's"
-            assert node.parent is not None and node.key == key, f"page {page} is cut off"
-            assert key[0] == node.parent.page, f"page {page} is found behind another page"
+            assert node.key == key, f"page {page} is cut off"
             assert node.num_children == num_children[page], f"page {page} miscounts the pages that follow it"
             assert node.is_filling == (page in self._filling), f"page {page} is lost to those that are being filled"
-            assert not node.parent.is_filling or node.is_filling, f"page {page} follows one that is not filled"
-            if node.parent is not self.root:
-                assert self._nodes[node.parent.page] is node.parent, f"the page before {page} is not cached"
-                is_deeper_held = self._pool.holders[page] > self._pool.holders[node.parent.page]
+            parent = self._parent(node)
+            assert parent.depth == node.depth - 1, f"page {page} is cut off"
+            assert not parent.is_filling or node.is_filling, f"page {page} follows one that is not filled"
+            if parent is not self.root:
+                assert self._known.get(parent.key) is parent, f"the page before {page} is not cached"
+                is_deeper_held = self._pool.holders[page] > self._pool.holders[parent.page]
                 assert not is_deeper_held, f"page {page} has more holders than the page before it"
             if not node.num_children and self._is_unheld(page):
                 assert (node.last_use, page) in offered, f"page {page} can never be evicted"
