@@ -4,6 +4,9 @@
 // the warps in order. That order depends on the width alone, so a row's bits do not depend on the company (R37). With a residual, x + residual takes the residual's
 // place before the norm reads it; each thread reads back only what it wrote itself.
 //
+// A program adds in the product instead (`accumulate`): there the sum costs a read and a write of the residual, here a write of the product, a read of it, and
+// the same two. The bits are the same. With a residual is for who has the product already, as where several devices have parts of it.
+//
 // Layout: rows are [num_rows, width], dense. The int8 half: width a multiple of 32, one warp a block of 32 columns.
 // Not handled: weights in other types than f32, layer norm with a mean.
 // Not run on hardware so far: proved on the emulator of tests/cuda.

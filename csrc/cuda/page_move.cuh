@@ -1,4 +1,5 @@
-// Moves scattered pages to one place or back, or hashes them: one launch for a whole sequence.
+// Moves scattered pages to one place or back, or hashes them: one launch for a whole sequence, or for a chunk of it where it is large. A block that runs is not
+// put aside for a step's, however urgent the step: so no launch may take longer than a copy engine's operation (page_copy.cu). Hashes alone take one launch.
 //
 // The pieces are in the launch's parameters (the 4 KiB that every toolkit allows), so there is no list on the device whose lifetime someone must mind. Few
 // blocks, each with many loads in flight: enough for the bus, and most of the device stays free for the step that runs beside it.
