@@ -49,7 +49,7 @@ def build_backend() -> Path:
 
 
 def test_threads_of_the_backend_have_no_race() -> None:
-    result = run_child("tsan", CHILD, str(build_backend()), *GOOD, *BAD, tsan_options=EVERY_RACE)
+    result = run_child("tsan", CHILD, str(build_backend()), *GOOD, *BAD, timeout_s=400, tsan_options=EVERY_RACE)
     assert "done" in result.output, result.output[-3000:]
     parts = re.split(r"^case (.+)$", result.output, flags=re.MULTILINE)[1:]
     said = dict(zip(parts[::2], parts[1::2], strict=True))  # what each case printed

@@ -29,6 +29,18 @@ WRONG = {  # what it does: file, text, what stands there instead, the case that 
     "padding written": ("kv_write.cu", "num_rows || a.rows.positions[row] < 0)", "num_rows)", "padding"),
     "the token before forgotten": ("sample.cu", "change.count += 1.f", "change.count += 0.f", "change_logits"),
     "presence added": ("sample.cu", ")), change.presence", ")), -change.presence", "change_logits"),
+    "heads of a group mixed up": (
+        "attention_decode.cu", "(heads.first + head) * D + word", "heads.first * D + word", "decode",
+    ),
+    "a unit of another worker's forgotten": (
+        "attention_decode.cu", "place < end; ++place", "place < end - 1; ++place", "decode",
+    ),
+    "a prompt's key behind the row's own": (
+        "attention_prefill.cu", "positions[queries.row(query)] : -1", "positions[queries.row(query)] + 1 : -1", "prefill",
+    ),
+    "a prompt's groups forgotten": (
+        "attention_prefill.cu", "total.is_begun ? values[0]", "false ? values[0]", "long_prefill",
+    ),
     "a key behind the row's own": ("attention_f32.cu", "position > seen.last)", "position > seen.last + 1)", "full"),
 }  # fmt: skip
 OUT_OF_BOUNDS = {
