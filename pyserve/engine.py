@@ -9,7 +9,7 @@ One iteration (`_iterate`).
 3. The ledger plans and applies: evictions, parks, restores, admissions, rows.
 4. Park and restore copies are posted to the copy stream.
 5. The step starts, in a thread of the program's that needs no interpreter lock and tells the loop through a descriptor.
-6. While it runs, the events of the previous step go to their clients (`Generation.put`, which never waits).
+6. While it runs, the events of the previous step go to their clients (`put` and `put_tokens`, which never wait).
 7. Copies of this iteration land while it runs, and those that can come back do (`Beside`). If nothing but decoding is
    to be done then, the next step is started behind it: it takes its tokens from this one without the loop, and the next
    iteration finds it running and leaves out 3 to 5, but for parks of those that the step was started without.
