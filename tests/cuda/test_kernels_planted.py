@@ -36,7 +36,7 @@ WRONG = {  # what it does: file, text, what stands there instead, the case that 
         "attention_decode.cu", "place < end; ++place", "place < end - 1; ++place", "decode",
     ),
     "a prompt's key behind the row's own": (
-        "attention_prefill.cu", "positions[queries.row(query)] : -1", "positions[queries.row(query)] + 1 : -1", "prefill",
+        "attention_prefill.cu", "[queries.row(query)] : -1", "[queries.row(query)] + 1 : -1", "prefill",
     ),
     "a prompt's groups forgotten": (
         "attention_prefill.cu", "total.is_begun ? values[0]", "false ? values[0]", "long_prefill",
