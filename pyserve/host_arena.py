@@ -5,7 +5,9 @@ any idle page can serve any sequence and state can grow page by page. Each page 
 
 Threads. All bookkeeping is the event loop's. Making a slab, that is taking its memory, touching it and, where the
 device asks for it, locking it, happens in a thread of the arena's own, and so does giving it back. `poll` adopts what
-has become ready; nothing here waits, except `wait` and `close`.
+has become ready; nothing here waits, except `wait` and `close`. The first touch of memory is work for the processor,
+1 ms for each MiB, that the threads of a step would notice: it is done bit by bit, with pauses unless a park waits for
+it.
 
 Budget. A slab counts from the moment it is asked for, before anything is allocated, until it is handed back: against
 the flag, and against what machine and cgroup have free (R22). Idle slabs count as well. They are given back after
@@ -21,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -38,6 +41,8 @@ _RESERVE_BYTES = 256 << 20  # left to the rest of the process when the machine, 
 _MEMORY_REFRESH_S = 1.0
 PROBE_BYTES = 8 << 20
 _RETRY_S = 10.0  # after a slab could not be had
+_PIECE_BYTES = 512 << 10  # touched at a time
+_PAUSE_S = 0.002
 
 
 @dataclass(eq=False, slots=True)
@@ -220,8 +225,10 @@ class HostArena:
             self._machine_read_s = now_s
 
 
-def allocate_slab(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes], page-aligned and touched. Raises MemoryError when it does not fit."""
+def allocate_slab(num_bytes: int, pause: Callable[[], None] = lambda: None) -> torch.Tensor:
+    """uint8 [num_bytes], page-aligned and touched, bit by bit with `pause` in between. Raises MemoryError when it does
+    not fit.
+    """
     try:
         memory = mmap.mmap(-1, num_bytes)  # the tensor keeps it; unmapped, so really given back, with it
     except (OSError, OverflowError) as error:
@@ -229,7 +236,11 @@ def allocate_slab(num_bytes: int) -> torch.Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
+    slab = torch.frombuffer(memory, dtype=torch.uint8)
+    for start in range(0, num_bytes, _PIECE_BYTES):
+        slab[start : start + _PIECE_BYTES : mmap.PAGESIZE].zero_()  # the system clears what it gives
+        pause()
+    return slab
 
 
 class SlabMaker:
@@ -240,22 +251,32 @@ class SlabMaker:
     def __init__(self, device: Device) -> None:
         self._device = device
         self.is_pinned = device.pins_memory  # until the system has refused to
+        self._is_urgent = threading.Event()
 
     def can_pin(self, most_bytes: int) -> bool:
         """Found out with a slab of real size, at most so large, which is given back."""
         if self.is_pinned:
-            self(min(most_bytes, PROBE_BYTES))
+            self._pinned(allocate_slab(min(most_bytes, PROBE_BYTES)))
         return self.is_pinned
 
+    def hurry(self, is_urgent: bool) -> None:
+        """Whether somebody waits for the slab that is being made."""
+        (self._is_urgent.set if is_urgent else self._is_urgent.clear)()
+
     def __call__(self, num_bytes: int) -> torch.Tensor:
-        slab = allocate_slab(num_bytes)
-        if not self.is_pinned:
-            return slab
+        slab = allocate_slab(num_bytes, self._pause)
+        return self._pinned(slab) if self.is_pinned else slab
+
+    def _pause(self) -> None:
+        self._is_urgent.wait(_PAUSE_S)
+
+    def _pinned(self, slab: torch.Tensor) -> torch.Tensor:
         try:
             return self._device.pinned(slab)
         except RuntimeError as error:
             self.is_pinned = False
             reason = str(error).split("\n", 1)[0]
+            num_bytes = slab.numel()
             log.warning("%d bytes of host memory: %s; parks and restores are slower from now on", num_bytes, reason)
             return slab
 

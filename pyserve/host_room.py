@@ -12,6 +12,10 @@ to disk makes nothing stay in memory.
 
 When the arena has to grow first, a park waits in the queue, its pages still its own, and the loop goes on. What it
 takes has been asked for then, and is not free.
+
+So that this is rare, memory is there before it is needed (`prepare`): a quarter more than is wanted when any has to be
+made, which then does for many parks that each take a little. What is wanted changes from one step to the next, with
+those who are parked and come back; the most of some seconds counts, so that nothing is given back to be made again.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ from pyserve.copies import Copy
 from pyserve.parked import Parked, num_needed
 from pyserve.tiers import Tiers
 
+_CALM_S = 10.0  # after which less is kept ready, if less was wanted all the while
+
 
 class HostRoom:
     """The arena of `tiers`, as parks see it."""
@@ -33,7 +39,9 @@ class HostRoom:
         self._arena = tiers.arena
         self._kept: dict[int, Parked] = {}  # by id of the sequence, which is resident again; oldest first
         self._queue: list[Copy] = []  # parks that wait, first come first
-        self.spare_pages = 0  # idle pages to have ready
+        self.next_pages = 0  # of a park that may come next
+        self._most_pages = 0  # the most that this was for some time
+        self._calm_at_s = 0.0
 
     def free_pages(self) -> int:
         """Pages that may still be parked in memory."""
@@ -49,11 +57,25 @@ class HostRoom:
 
     def prepare(self, num_pages: int) -> None:
         """Have memory ready for a park of `num_pages`, as far as the budget allows."""
-        self.spare_pages = num_pages
+        now_s = time.monotonic()
+        self.next_pages = num_pages
+        if num_pages >= self._most_pages or now_s >= self._calm_at_s:
+            self._most_pages = num_pages
+            self._calm_at_s = now_s + _CALM_S
         wanted = num_pages + self._queued_pages()
         if wanted > self._arena.idle_pages + self._arena.growing_pages:
-            now_s = time.monotonic()
-            self._arena.grow(min(wanted, self._arena.free_pages(now_s)), now_s)
+            self._arena.grow(min(_with_reserve(wanted), self._arena.free_pages(now_s)), now_s)
+
+    def trim(self, now_s: float) -> None:
+        """Give back what is idle for a while and not wanted."""
+        if not self._queue:
+            self._arena.trim(now_s, _with_reserve(self._most_pages))
+
+    def rest(self, now_s: float) -> None:
+        """Nobody is served: give back what is idle."""
+        self.next_pages = self._most_pages = 0
+        self._arena.call_off()
+        self._arena.trim(now_s, at_once=True)
 
     # What is kept
 
@@ -140,6 +162,10 @@ class HostRoom:
                 return False
             self._tiers.release(self.take_kept(next(iter(self._kept))))
         return True
+
+
+def _with_reserve(num_pages: int) -> int:
+    return num_pages + num_pages // 4
 
 
 def _missing_pages(copy: Copy) -> int:

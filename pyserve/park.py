@@ -179,6 +179,7 @@ class Parking:
             self.tiers.use_blocks(copy)
         if not self.room.take_in(copy):
             self._park_elsewhere(copy)
+        self.make_slab.hurry(self.room.has_waiting)
 
     def restore(self, sequence: Sequence, pages: Items[int], *, cached_pages: int) -> bool:
         """Post the copy of the parked state into `pages`, all but the first `cached_pages`, which others have or fill.
@@ -207,7 +208,7 @@ class Parking:
         """Memory will not take the next park, the disk can take one of those that lie there, and nothing is moving."""
         if self.disk is None or self._moves or not self._parked:
             return False
-        wanted = min(self.room.spare_pages, self.arena.budget_bytes // self._kv.page_bytes // 2)
+        wanted = min(self.room.next_pages, self.arena.budget_bytes // self._kv.page_bytes // 2)
         return self.free_pages() < wanted <= self.disk_free_pages()
 
     def can_move(self, sequence: Sequence) -> bool:
@@ -242,8 +243,8 @@ class Parking:
             for copy in self.room.turn_away():
                 self._park_elsewhere(copy)
         self.room.post()
-        if not self.room.has_waiting:
-            self.arena.trim(now_s, self.room.spare_pages)
+        self.make_slab.hurry(self.room.has_waiting)
+        self.room.trim(now_s)
         if not self._copies and not self._overdue and not self._moves:
             return []
         endings = [(copy, copy.ending(now_s)) for copy in tuple(self._copies.values())]
@@ -252,13 +253,13 @@ class Parking:
 
     def rest(self) -> bool:
         """Nobody is served: give idle memory back. False: some is still being made, so call this and `landed` again."""
-        self.room.spare_pages = 0
-        self.arena.call_off()
-        self.arena.trim(time.monotonic(), at_once=True)
+        self.make_slab.hurry(True)  # what is half made is given back when it is whole
+        self.room.rest(time.monotonic())
         return not self.arena.is_growing
 
     def close(self) -> None:
         """Wait for every copy, at most `deadline_s`, then stop the tiers. No memory of a copy at work is given back."""
+        self.make_slab.hurry(True)
         for copy in self.copies:
             for place in (copy.parked, *(share.block for share in copy.parked.shares)):
                 if place.file is not None:

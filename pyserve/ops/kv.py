@@ -31,6 +31,9 @@ def allocate_pool(
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # attention strides through the pool: with small pages it waits for the TLB
             memory.madvise(mmap.MADV_HUGEPAGE)
+    # Touched now: else the first step of every page waits for the system to find and clear memory, and what parked
+    # state may take is reckoned with the same memory.
+    torch.frombuffer(memory, dtype=torch.uint8)[:: mmap.PAGESIZE].zero_()
     return torch.frombuffer(memory, dtype=dtype).reshape(shape)
 
 

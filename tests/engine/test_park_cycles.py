@@ -66,6 +66,67 @@ def test_a_thousand_cycles_pin_allocate_and_wait_for_nothing(monkeypatch: pytest
     parking.close()
 
 
+def test_what_is_wanted_now_and_then_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is parked and who is back changes from one step to the next, and so does what the next may want (R17)."""
+    monkeypatch.setattr("pyserve.host_arena._SMALLEST_SLAB", 1)
+    kv = small_store()
+    parking = Parking(kv, budget_bytes=1 << 20)
+    parking.arena.idle_s = 0.0  # nothing is kept for its own sake
+    sequences = [sequence_of(16, id=number) for number in range(4)]
+
+    def cycle(number: int) -> None:
+        sequence = sequences[number % 4]
+        parking.prepare(20 if number % 2 else 0)
+        round_trip(parking, kv, sequence, [0, 1, 2, 3], [0, 1, 2, 3])
+        if number % 3 == 0:
+            parking.discard([sequence])
+
+    for sequence in sequences:  # these lie in memory made for them, and what is made ahead stays idle
+        round_trip(parking, kv, sequence, [0, 1, 2, 3], [0, 1, 2, 3])
+    for number in range(12):
+        cycle(number)
+    before = parking.arena.num_allocations
+    for number in range(1000):
+        cycle(number)
+    assert parking.arena.num_allocations == before
+    monkeypatch.setattr("pyserve.host_room._CALM_S", 0.0)
+    parking.prepare(20)
+    parking.discard(sequences)
+    parking.prepare(0)
+    parking.landed()
+    assert parking.held_bytes == 0, "what nobody wants goes back"
+    parking.close()
+
+
+def test_parks_that_each_take_a_little_more_do_not_each_have_memory_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyserve.host_arena._SMALLEST_SLAB", 1)
+    kv = small_store(64)
+    parking = Parking(kv, budget_bytes=1 << 20)
+    sequence = sequence_of(0)
+    for number in range(1, 61):
+        sequence.num_computed += PAGE_SIZE
+        parking.prepare(40)
+        pages = list(range(number))
+        assert park(parking, sequence, pages).ending is Ending.DONE
+        restore(parking, sequence, pages)
+    assert 2 <= parking.arena.num_allocations <= 1 + 60 // 10
+    parking.close()
+
+
+def test_memory_is_touched_bit_by_bit_and_at_once_when_a_park_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyserve.host_arena._PAUSE_S", 3600.0)
+    kv = small_store()
+    parking = Parking(kv, budget_bytes=1 << 20)
+    parking.prepare(8)
+    try:
+        assert not parking.arena.wait(0.05), "nobody needs it yet"
+        assert park(parking, sequence_of(8), [0, 1]).ending is Ending.DONE
+    finally:
+        parking.prepare(3000)
+        parking.close()  # waits for no pause either
+    assert parking.held_bytes == 0
+
+
 def test_the_second_park_copies_only_what_was_written_since() -> None:
     kv = small_store()
     parking = Parking(kv, budget_bytes=1 << 20)
