@@ -13,8 +13,8 @@ to disk makes nothing stay in memory.
 When the arena has to grow first, a park waits in the queue, its pages still its own, and the loop goes on. What it
 takes has been asked for then, and is not free.
 
-So that this is rare, memory is there before it is needed (`prepare`): a quarter more than is wanted when any has to be
-made, which then does for many parks that each take a little. What is wanted changes from one step to the next, with
+So that this is rare, memory is there before it is needed (`prepare`): up to a quarter more than is wanted when any has
+to be made, which then does for many parks that each take a little. What is wanted changes from one step to the next, with
 those who are parked and come back; the most of some seconds counts, so that nothing is given back to be made again.
 """
 
@@ -28,6 +28,7 @@ from pyserve.copies import Copy
 from pyserve.parked import Parked, num_needed
 from pyserve.tiers import Tiers
 
+_MOST_RESERVE_BYTES = 64 << 20
 _CALM_S = 10.0  # after which less is kept ready, if less was wanted all the while
 
 
@@ -64,18 +65,21 @@ class HostRoom:
             self._calm_at_s = now_s + _CALM_S
         wanted = num_pages + self._queued_pages()
         if wanted > self._arena.idle_pages + self._arena.growing_pages:
-            self._arena.grow(min(_with_reserve(wanted), self._arena.free_pages(now_s)), now_s)
+            self._arena.grow(min(self._with_reserve(wanted), self._arena.free_pages(now_s)), now_s)
 
     def trim(self, now_s: float) -> None:
         """Give back what is idle for a while and not wanted."""
         if not self._queue:
-            self._arena.trim(now_s, _with_reserve(self._most_pages))
+            self._arena.trim(now_s, self._with_reserve(self._most_pages))
 
     def rest(self, now_s: float) -> None:
         """Nobody is served: give back what is idle."""
         self.next_pages = self._most_pages = 0
         self._arena.call_off()
         self._arena.trim(now_s, at_once=True)
+
+    def _with_reserve(self, num_pages: int) -> int:
+        return num_pages + min(num_pages // 4, _MOST_RESERVE_BYTES // self._arena.page_bytes)
 
     # What is kept
 
@@ -162,10 +166,6 @@ class HostRoom:
                 return False
             self._tiers.release(self.take_kept(next(iter(self._kept))))
         return True
-
-
-def _with_reserve(num_pages: int) -> int:
-    return num_pages + num_pages // 4
 
 
 def _missing_pages(copy: Copy) -> int:
