@@ -14,8 +14,9 @@ When the arena has to grow first, a park waits in the queue, its pages still its
 takes has been asked for then, and is not free.
 
 So that this is rare, memory is there before it is needed (`prepare`): up to a quarter more than is wanted when any has
-to be made, which then does for many parks that each take a little. What is wanted changes from one step to the next, with
-those who are parked and come back; the most of some seconds counts, so that nothing is given back to be made again.
+to be made, which then does for many parks that each take a little. What is wanted changes from one step to the next,
+with those who are parked and come back; the most of some seconds counts, so that nothing is given back to be made
+again.
 """
 
 from __future__ import annotations
