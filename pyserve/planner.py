@@ -16,9 +16,10 @@ one that is not starved, then the one with the fewest pages of its own (R4). A s
 all its tokens and its runway fit beside the runway of those that run (R12a). That runway is longer than the one that
 relief keeps, by the same number of steps: otherwise the next step would park it again (R9).
 Sizes are capped by what a sequence can ever need, at most the pool: that is how the runway is waived for one that has
-the pool to itself (R8). Admission waits while a parked sequence does; in a queue whose head does not fit, those that do
-go first until the head has waited for the rotation delay. The parked head that waits longer than that gets room made
-for it (R7); a sequence is not rotated out before it ran for that delay.
+the pool to itself (R8). Admission waits while a parked sequence does. In the queue a long prompt lets shorter ones pass
+that came soon after it, and one that does not fit those that do, until the oldest has waited for the rotation delay.
+The parked head that waits longer than that gets room made for it (R7); a sequence is not rotated out before it ran for
+that delay.
 
 Whoever is to be computed again waits while one that runs computes what both begin with, and takes it from the prompt
 cache then (R11). That one runs, so it comes to an end; should it leave the pool before, the next of them computes it.
@@ -36,6 +37,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pyserve.plan import Admission, Failure, Park, ParkReason, Plan, Restore, Rows
+from pyserve.policy import is_overdue
 from pyserve.prefix import num_common_pages
 from pyserve.sequence import Sequence, Tier
 from pyserve.view import Room, View
@@ -284,7 +286,7 @@ class _Draft:
         return num_shared
 
     def admit(self) -> None:
-        """First come, first served. Smaller ones may pass the head that does not fit, until it is overdue."""
+        """In order of their places. Smaller ones may pass one that does not fit, but none the head that is overdue."""
         view = self._view
         slots = sorted(view.free_slots)
         predicted, max_passed = view.policy.predicted_tokens, view.policy.max_passed
@@ -292,8 +294,8 @@ class _Draft:
         if predicted:
             room -= sum(self._predicted_growth(each, predicted) for each in view.running.values())
         num_passed = 0
-        key = view.policy.admission
-        for sequence in view.waiting if key is None else sorted(view.waiting, key=key):
+        overdue_ms = self._now_ms - view.limits.rotation_delay_ms
+        for sequence in view.policy.queue(view.waiting, overdue_ms) if room > 0 else ():
             if room <= 0 or len(self._admissions) == len(slots) or num_passed > max_passed:
                 return
             if num_passed > NUM_SHARERS and len(sequence.tokens) > room * view.limits.page_size:
@@ -310,8 +312,7 @@ class _Draft:
                 self._entered.append((sequence, num_cached * view.limits.page_size))
                 continue
             num_passed += 1
-            since = sequence.waiting_since_ms
-            if since is not None and self._now_ms - since > view.limits.rotation_delay_ms:
+            if is_overdue(sequence, overdue_ms):
                 return
 
     def _predicted_growth(self, sequence: Sequence, predicted: int) -> int:

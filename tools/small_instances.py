@@ -80,7 +80,11 @@ def ratios(smalls: Sequence[Small], costs: Costs, policies: Mapping[str, Policy]
 
 def run(small: Small, costs: Costs, policy: Policy) -> Pair:
     """The policy's average over the draws. Its runway is less than a scaled step, and its copies end between steps."""
-    policy = replace(policy, predicted_tokens=scaled(policy.predicted_tokens))
+    policy = replace(
+        policy,
+        predicted_tokens=scaled(policy.predicted_tokens),
+        tokens_per_place=scaled(policy.tokens_per_place),
+    )
     limits = Limits(small.cells, 1, NUM_REQUESTS, NUM_REQUESTS * small.cells, runway_steps=0, is_async=False)
     outcomes = [
         Simulation(limits, costs, policy).run(

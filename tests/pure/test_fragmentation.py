@@ -58,6 +58,8 @@ def test_of_many_small_cached_pages_only_so_many_give_way_at_once() -> None:
     for id in range(65):
         prompt = tuple(range(19000)) if id == 0 else (id,)
         ledger.submit([Sequence(id, SequenceRequest(prompt, SamplingParams(), max_tokens=200), id)])
+        if id == 0:
+            ledger.step_done(ledger.apply(ledger.plan(0.0, 0), 0.0).rows, [])
     num_evicted = []
     for step in range(100):
         plan = ledger.apply(ledger.plan(float(step), 0), float(step))

@@ -147,6 +147,36 @@ def test_one_far_behind_in_the_queue_passes_all_that_do_not_fit() -> None:
     assert [each.id for each in driver.finished if each in bigs] == [each.id for each in bigs], "in order among equals"
 
 
+def order_of_ends(rotation_delay_ms: float, groups: list[list[list[int]]]) -> list[int]:
+    """Ids, where one runs at a time, and a first one for 100 ms while all the others come."""
+    driver = driver_of(2048, num_slots=1, batch_tokens=2048, rotation_delay_ms=rotation_delay_ms)
+    driver.submit([prompt(10, 99)], 10)
+    driver.iterate()
+    for prompts in groups:
+        driver.submit(prompts, 2, is_led=True)
+    driver.run(500)
+    return [each.id for each in driver.finished]
+
+
+def test_a_long_prompt_lets_as_many_shorter_ones_pass_as_it_costs_places_and_no_more() -> None:
+    """256 tokens cost a place: 600 let two pass that come later, however many shorter ones there are."""
+    groups = [[prompt(600, 1)], *([prompt(10, n)] for n in range(2, 40))]
+    assert order_of_ends(1e9, groups) == [0, 2, 3, 1, *range(4, 40)]
+
+
+def test_of_those_that_come_together_the_short_go_first() -> None:
+    assert order_of_ends(1e9, [[prompt(len, len)] for len in (1900, 1200, 600, 10)]) == [0, 4, 3, 2, 1]
+
+
+def test_nobody_passes_the_oldest_once_it_is_overdue() -> None:
+    groups = [[prompt(600, 1)], *([prompt(10, n)] for n in range(2, 10))]
+    assert order_of_ends(50.0, groups) == [*range(10)]
+
+
+def test_a_shared_prompt_costs_those_no_place_that_do_not_compute_it() -> None:
+    assert order_of_ends(1e9, [[prompt(600, 1)] * 3, [prompt(10, 2)], [prompt(10, 3)]]) == [0, 1, 2, 3, 4, 5]
+
+
 def test_nobody_is_admitted_while_a_parked_one_waits() -> None:
     driver = driver_of(256, num_slots=3)
     driver.submit([prompt(120)], 100)
