@@ -55,9 +55,11 @@ class Policy:
             yield from sorted(waiting, key=self.admission)
             return
         arrivals = iter(waiting)
-        yield from sorted(
-            islice(arrivals, NUM_PLACES), key=lambda each: (not is_overdue(each, overdue_ms), self.place(each))
-        )
+        first = sorted(islice(arrivals, NUM_PLACES), key=self.place)
+        heads = [each for each in first if each.waiting_since_ms is not None]
+        if any(is_overdue(each, overdue_ms) for each in heads):
+            first.sort(key=lambda each: not is_overdue(each, overdue_ms))
+        yield from first
         yield from arrivals
 
     def place(self, sequence: Sequence) -> float:
