@@ -13,13 +13,15 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from hypercorn.asyncio import serve
 from hypercorn.config import Config
 
+from pyserve import connection
 from pyserve.app import App, StartEngine, banner, check_model, create_app
+from pyserve.connection import LoopErrors, raise_descriptor_limit
 from pyserve.errors import PyserveError
 from pyserve.http.gate import is_open_to_all
 from pyserve.http.state import ServerState
@@ -37,14 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a signal. Returns the exit code: 0 stopped, 1 cannot serve."""
     settings = load_settings(sys.argv[1:] if arguments is None else arguments, os.environ)
     setup_logging(settings.log_level)
+    raise_descriptor_limit()
     try:
-        listener = _listen(settings)
+        listener = _bind(settings)
+        with _closed_on_failure(listener):
+            check_model(settings)  # may build the kernels first; until it is done no connection is taken
+            listener.listen(1024)
     except OSError as error:
         return _fail(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}")
-    try:
-        check_model(settings)
     except PyserveError as error:
-        listener.close()
         return _fail(error.message)
     return asyncio.run(_serve(settings, listener.detach()))
 
@@ -74,7 +77,8 @@ class Server:
     async def run(self) -> int:
         """The exit code."""
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(_show_loop_error)
+        loop.set_exception_handler(LoopErrors())
+        connection.install()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
         serving = asyncio.create_task(serve(self._app, self._config, shutdown_trigger=self._wait_for_stop))  # type: ignore[arg-type]
@@ -125,25 +129,24 @@ class Server:
         self._stop.set()
 
 
-def _show_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Connections that hypercorn cancels when it closes are no error."""
-    if not isinstance(context.get("exception"), asyncio.CancelledError):
-        loop.default_exception_handler(context)
-
-
-def _listen(settings: Settings) -> socket.socket:
-    """A socket of our own, so that a port in use is known before the model is read."""
+def _bind(settings: Settings) -> socket.socket:
+    """A socket of our own, so that a port in use is known before the model is read. It does not listen yet."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
+    with _closed_on_failure(listener):
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((settings.host, settings.port))
-        listener.listen(1024)
-    except OSError:
+        listener.setblocking(False)
+    return listener
+
+
+@contextmanager
+def _closed_on_failure(listener: socket.socket) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
         listener.close()
         raise
-    listener.setblocking(False)
-    return listener
 
 
 def _config(listener: int) -> Config:

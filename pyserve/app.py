@@ -53,6 +53,7 @@ class App:
         self.make()
         assert self._starlette is not None
         scope["path"] = _origin_form(scope["path"])
+        scope["root_path"] = scope.get("root_path", "").rstrip("/")
         scope[SERVER_SEND] = send
         await self._starlette(scope, receive, send)
 

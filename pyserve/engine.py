@@ -86,7 +86,7 @@ class Engine:
         self._parking = parking
         self._tasks: dict[int, Task] = {}  # sequence id -> its task, from submit to end
         self._arrivals: list[list[Sequence]] = []
-        self._cancels: list[int] = []
+        self._cancels: list[tuple[int, bool]] = []  # sequence id, whether its answer is complete
         self._outbox: list[Callable[[], None]] = []  # each queues some events for their clients; in order
         self._next_id = 0  # of sequences; a group's is its first sequence's
         self._transfers = Transfers(ledger, parking, self._tasks, self.counters, self._post)
@@ -123,7 +123,7 @@ class Engine:
         """Queue the sequences of one request; the caller has checked them."""
         now_s, first_id = time.monotonic(), self._next_id
         self._next_id += len(requests)
-        generation = Generation(len(requests), lambda index: self._cancel(first_id + index))
+        generation = Generation(len(requests), lambda index, is_complete: self._cancel(first_id + index, is_complete))
         group = make_group(requests, group_id=first_id, first_id=first_id)
         for sequence in group:
             end_len = end_len_of(sequence, self.info.context_len)
@@ -137,8 +137,8 @@ class Engine:
         self._is_stopping = True
         self._wake.set()
 
-    def _cancel(self, sequence_id: int) -> None:
-        self._cancels.append(sequence_id)
+    def _cancel(self, sequence_id: int, is_complete: bool) -> None:
+        self._cancels.append((sequence_id, is_complete))
         self._wake.set()
 
     # --- the task
@@ -222,10 +222,12 @@ class Engine:
         arrivals, self._arrivals = self._arrivals, []
         for group in arrivals:
             self._ledger.submit(group)
-        for sequence_id in cancels:
+        for sequence_id, is_complete in cancels:
             task = self._tasks.get(sequence_id)
             if task is not None:
-                self.counters.cancelled += 1
+                if is_complete:
+                    self._count_finished(task)
+                self.counters.cancelled += not is_complete
                 self._end(task, None)
 
     # --- 3 and 4: plan, apply, post copies
@@ -259,12 +261,10 @@ class Engine:
 
     def _fail_for_room(self, failure: Failure) -> None:
         self.counters.failed += 1
-        if failure.reason == "never_fits":
-            why = f"this conversation cannot fit in the pool of {self.info.pool_tokens} tokens even alone"
-        else:
-            why = f"the pool of {self.info.pool_tokens} tokens is full and parking is off (--preempt-ram 0)"
-        error = PoolExhausted(f"Context size has been exceeded: {why}; raise --ctx-size")
-        self._end(self._tasks[failure.sequence.id], error)
+        task = self._tasks[failure.sequence.id]
+        error = PoolExhausted.because(failure.reason, self.info.pool_tokens)
+        log.warning("request=%s index=%d: %s", task.request_id, task.sequence.index, error.message)
+        self._end(task, error)
 
     # --- 8: the step
 
@@ -365,10 +365,13 @@ class Engine:
 
     def _finish(self, task: Task, reason: FinishReason, *, num_generated: int, truncated: bool = False) -> None:
         stats = task.stats(time.monotonic(), num_generated)
-        self.counters.finished += 1
-        self._observe("e2e_s", time.monotonic() - task.submitted_s)
+        self._count_finished(task)
         self._post(task, Finished(task.sequence.index, reason, stats, truncated))
         self._end(task, None)
+
+    def _count_finished(self, task: Task) -> None:
+        self.counters.finished += 1
+        self._observe("e2e_s", time.monotonic() - task.submitted_s)
 
     def _end(self, task: Task, error: PyserveError | None) -> None:
         """The one way out of the engine for a sequence; its last event is queued, or nobody waits for one."""

@@ -40,7 +40,16 @@ class ContextExceeded(PyserveError):
 
 
 class PoolExhausted(PyserveError):
-    """With parking off, the one sequence that had to end because the pool was full (R25)."""
+    """A sequence had to end for lack of room: alone too long for the pool, or, with parking off, the largest (R25)."""
+
+    @classmethod
+    def because(cls, reason: str, pool_tokens: int) -> PoolExhausted:
+        """`reason`: that of a planned failure, never_fits or pool_full."""
+        if reason == "never_fits":
+            why = f"this conversation cannot fit in the pool of {pool_tokens} tokens even alone"
+        else:
+            why = f"the pool of {pool_tokens} tokens is full and parking is off (--preempt-ram 0)"
+        return cls(f"Context size has been exceeded: {why}; raise --ctx-size")
 
 
 class StepFailed(PyserveError):

@@ -12,7 +12,8 @@ from pyserve.types import Event, Failed, Finished, Token
 class Generation:
     """The events of one request's sequences. The engine puts, one consumer takes; both on one event loop."""
 
-    def __init__(self, num_sequences: int, on_cancel: Callable[[int], None]) -> None:
+    def __init__(self, num_sequences: int, on_cancel: Callable[[int, bool], None]) -> None:
+        """`on_cancel`: told the index of a sequence of which nobody wants more, and whether its answer is complete."""
         self._open = set(range(num_sequences))
         self._events: list[Event] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -57,14 +58,22 @@ class Generation:
 
     def cancel(self, index: int | None = None) -> None:
         """End one sequence, or all. Idempotent; no further event follows for it."""
-        for cancelled in tuple(self._open) if index is None else (index,):
-            if cancelled in self._open:
-                self._open.discard(cancelled)
-                self._events = [event for event in self._events if event.index != cancelled]
-                self._on_cancel(cancelled)
+        for each in tuple(self._open) if index is None else (index,):
+            self._drop(each, is_complete=False)
+        self._wake()
+
+    def complete(self, index: int) -> None:
+        """The same for one whose answer ends with what was taken so far: the engine counts it as finished."""
+        self._drop(index, is_complete=True)
+        self._wake()
+
+    def _drop(self, index: int, *, is_complete: bool) -> None:
+        if index in self._open:
+            self._open.discard(index)
+            self._events = [event for event in self._events if event.index != index]
+            self._on_cancel(index, is_complete)
         if not self._open:
             self._stop_timer()
-        self._wake()
 
     async def _iterate(self) -> AsyncIterator[Event]:
         while not self.is_over:

@@ -41,8 +41,9 @@ class EngineHandle:
         for request in requests:
             if len(request.prompt) >= info.context_len:
                 raise ContextExceeded(
-                    f"the prompt has {len(request.prompt)} tokens and a conversation may have {info.context_len}: "
-                    f"shorten it, or start the server with a larger --ctx-size",
+                    f"the prompt has {len(request.prompt)} tokens, which leaves no room for an answer in the "
+                    f"{info.context_len} that a conversation may have: shorten it, or start the server with a larger "
+                    "--ctx-size",
                     n_prompt_tokens=len(request.prompt),
                     n_ctx=info.context_len,
                 )

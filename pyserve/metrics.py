@@ -72,11 +72,7 @@ def _counters(counters: Counters) -> Iterator[Figure]:
     yield "pyserve:restored_bytes_total", "Bytes copied back into the pool.", counters.restored_bytes
     yield "pyserve:sequences_finished_total", "Sequences that ended well.", counters.finished
     yield "pyserve:sequences_failed_total", "Sequences that ended with an error.", counters.failed
-    yield (
-        "pyserve:sequences_cancelled_total",
-        "Sequences called off by their client or a stop string.",
-        counters.cancelled,
-    )
+    yield "pyserve:sequences_cancelled_total", "Sequences called off by their client.", counters.cancelled
 
 
 def _rates(counters: Counters) -> Iterator[Figure]:

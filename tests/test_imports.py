@@ -13,7 +13,7 @@ PACKAGE = ROOT / "pyserve"
 
 # A module may import from its own layer and from lower ones. Folders count as one module.
 LAYERS = (
-    ("histogram", "errors", "log", "host_memory"),
+    ("histogram", "errors", "log", "host_memory", "connection"),
     ("types", "disk_folder"),
     ("text", "settings", "metrics"),
     ("plan", "pool", "prefix", "sequence", "page_runs"),
@@ -40,8 +40,11 @@ LAYERS = (
 FENCES = {
     "torch": {"ops", "models", "sampler", "kv_store", "host_arena", "disk_tier", "tiers", "runner", "slot_sampling"},
     "starlette": {"http", "app"},
-    "hypercorn": {"__main__"},
-    "asyncio": {"engine", "generation", "handle", "serving", "steps", "copy_watch", "park", "http", "app", "__main__"},
+    "hypercorn": {"__main__", "connection"},
+    "asyncio": {
+        "engine", "generation", "handle", "serving", "steps", "copy_watch", "park", "http", "app", "connection",
+        "__main__",
+    },
 }
 # What the pure core may import from outside: no torch, no clock, no input or output.
 PURE = {

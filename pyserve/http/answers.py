@@ -96,7 +96,7 @@ class GenerationResponse(Response, ABC):
     def _stopped(self, choice: Choice) -> None:
         """A stop string ended the sequence here, so the engine is told."""
         self._num_open -= 1
-        self.generation.cancel(choice.index)
+        self.generation.complete(choice.index)
 
     def _finish(self, choice: Choice, event: Finished) -> Piece | None:
         self._num_open -= 1

@@ -44,7 +44,7 @@ class Gate:
             await send(message)
 
         body = _Body(receive)
-        answer = self._answer(scope["method"], scope["path"], headers)
+        answer = self._answer(scope["method"], _route_path(scope), headers)
         await (answer or self._app)(scope, body.receive, send_with_cors if cors else send)
         await body.read_rest()
 
@@ -100,6 +100,13 @@ class _Body:
     async def read_rest(self) -> None:
         while not self._is_over:
             await self.receive()
+
+
+def _route_path(scope: Scope) -> str:
+    """The path below the prefix that a proxy or --root-path gives the server."""
+    path: str = scope["path"]
+    prefix: str = scope.get("root_path", "")
+    return path[len(prefix) :] if prefix and path.startswith(f"{prefix}/") else path
 
 
 def _host(origin: str) -> str | None:

@@ -13,12 +13,14 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shlex
 import shutil
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -144,7 +146,7 @@ def _compile(csrc: Path, folder: Path) -> None:
     started_s, what = time.time(), f"{len(flags.sources(csrc))} C++ files, about a minute the first time"
 
     try:
-        with told("extension", what, lambda: num_objects(objects, started_s)), _ninja_on_path():
+        with told("extension", what, lambda: num_objects(objects, started_s)), _ninja_on_path(), _quoted(cpp_extension):
             cpp_extension.load(
                 name=fresh,
                 sources=[str(source) for source in flags.sources(csrc)],
@@ -156,7 +158,7 @@ def _compile(csrc: Path, folder: Path) -> None:
                 is_standalone=True,
             )
     except (RuntimeError, OSError) as error:
-        raise BuildError(f"building the extension in {objects} failed: {error}") from error
+        raise BuildError(_failure(str(error), folder / "build.log")) from error
     _publish(objects / fresh, folder / f"{name}.so")
 
 
@@ -168,6 +170,25 @@ def _publish(built_file: Path, path: Path) -> None:
         _KEPT_BUILDS:
     ]:
         old.unlink(missing_ok=True)
+
+
+def _failure(output: str, log: Path) -> str:
+    """One line about a build that failed. All that the compiler said is in `log`."""
+    log.write_text(output)
+    lines = [line.strip() for line in output.splitlines() if "error" in line.lower() and not line.startswith("ninja")]
+    first = lines[1] if len(lines) > 1 else output.partition("\n")[0]  # the first line is torch's own
+    return f"building the extension failed: {first} (the whole output: {log})"
+
+
+@contextmanager
+def _quoted(cpp_extension: ModuleType) -> Iterator[None]:
+    """torch quotes the folders of its headers for the shell and not that of its libraries, which may have a space."""
+    before = cpp_extension.TORCH_LIB_PATH
+    cpp_extension.TORCH_LIB_PATH = shlex.quote(before)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        cpp_extension.TORCH_LIB_PATH = before  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -72,11 +72,37 @@ def test_a_park_budget_too_small_for_one_page_means_computing_again(tiny_model: 
     assert_clean(result)
 
 
-def test_with_parking_off_one_chat_ends_and_the_rest_finish_as_alone(tiny_model: Model) -> None:
+def test_an_answer_that_its_client_calls_complete_is_counted_as_finished(tiny_model: Model) -> None:
+    """A stop string ends it so; it was counted as called off, and missing in the times of requests."""
+
+    async def scenario() -> None:
+        handle = EngineHandle(build_engine(tiny_model, Settings(ctx_size=192, parallel=4), num_threads=1))
+        await handle.start()
+        complete, called_off = (handle.submit([request(seed, 20, 100)], str(seed)) for seed in range(2))
+        async with asyncio.timeout(60):
+            for generation in (complete, called_off):
+                while not any(isinstance(event, Token) for event in await generation.next_events()):
+                    pass
+            complete.complete(0)
+            called_off.cancel(0)
+            await settle(handle)
+        counters = handle.counters
+        await handle.stop()
+        assert (counters.finished, counters.cancelled, counters.failed) == (1, 1, 0)
+        assert complete.is_over and sum(counters.histograms["e2e_s"].counts) == 1
+
+    asyncio.run(scenario())
+
+
+def test_with_parking_off_one_chat_ends_and_the_rest_finish_as_alone(
+    tiny_model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
     chats = [request(seed, 40, 90) for seed in range(3)]
     result = run(tiny_model, [[c] for c in chats], ctx_size=320, parallel=3, preempt_ram_mib=0)
     failed = [o for o in result.outcomes if o.error is not None]
     assert len(failed) == 1 and isinstance(failed[0].error, PoolExhausted)
+    (said,) = [record for record in caplog.records if "--ctx-size" in record.getMessage()]
+    assert said.levelname == "WARNING" and "parking is off" in said.getMessage()
     for outcome, chat in zip(result.outcomes, chats, strict=True):
         if outcome.error is None:
             assert outcome.tokens == alone(tiny_model, chat)

@@ -131,6 +131,7 @@ class FakeEngine:
     max_queue: int = 256
     submitted: list[tuple[str, tuple[SequenceRequest, ...]]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
+    completed: list[int] = field(default_factory=list)  # ended by a stop string
     num_open: int = 0
     is_draining: bool = False
     is_stuck: bool = False
@@ -158,7 +159,7 @@ class FakeEngine:
                 raise ContextExceeded("too long", n_prompt_tokens=len(request.prompt), n_ctx=self.limits.context_len)
         self.submitted.append((request_id, tuple(requests)))
         indices = {}
-        generation = Generation(len(requests), lambda index: self._cancel(indices[index]))
+        generation = Generation(len(requests), lambda index, is_complete: self._cancel(indices[index], is_complete))
         for index, request in enumerate(requests):
             task = asyncio.create_task(self._run(generation, index, request))
             indices[index] = task
@@ -181,9 +182,9 @@ class FakeEngine:
             generation.put(Failed(index, Unavailable("the server is shutting down"), SequenceStats()))
             task.cancel()
 
-    def _cancel(self, task: asyncio.Task[None]) -> None:
+    def _cancel(self, task: asyncio.Task[None], is_complete: bool) -> None:
         if task in self._tasks:
-            self.cancelled.append(self._tasks[task][1])
+            (self.completed if is_complete else self.cancelled).append(self._tasks[task][1])
             task.cancel()
 
     async def _run(self, generation: Generation, index: int, request: SequenceRequest) -> None:

@@ -131,6 +131,24 @@ def test_some_paths_are_open_to_all(path: str) -> None:
     assert ask("GET", path, settings=KEYS).status_code == 200
 
 
+@pytest.mark.parametrize(("path", "status"), [("/health", 200), ("/v1/models", 200), ("/", 200), ("/props", 401)])
+@pytest.mark.parametrize("prefix", ["/llm", "/llm/"])
+def test_a_prefix_changes_nothing_about_who_may_ask(prefix: str, path: str, status: int) -> None:
+    """hypercorn --root-path: the scope's path has it, and the gate knows the paths below it."""
+    statuses: list[int] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status", 0))
+
+    scope = {"type": "http", "method": "GET", "path": f"/llm{path}", "raw_path": b"", "root_path": prefix}
+    rest = {"query_string": b"", "headers": [], "http_version": "1.1"}
+    asyncio.run(loaded_app(settings=KEYS)({**scope, **rest}, receive, send))
+    assert statuses[0] == status
+
+
 @pytest.mark.parametrize("path", ["/props", "/v1/models", "/nope"])
 def test_a_body_that_nobody_wants_is_read_to_its_end(path: str) -> None:
     """Otherwise hypercorn stops reading the connection and does not see it close."""

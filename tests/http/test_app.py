@@ -218,6 +218,21 @@ def test_a_port_in_use_and_a_missing_model_are_one_line_and_code_1(capsys: pytes
     assert "/no/such/model.gguf" in line
 
 
+def test_nobody_is_kept_waiting_while_the_kernels_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port was open and said nothing for two minutes. Now it is taken, and refuses until there is an answer."""
+    port = free_port()
+
+    def check(settings: Settings) -> None:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        raise ModelFileError("was looked at")
+
+    monkeypatch.setattr("pyserve.__main__.check_model", check)
+    assert main(["--port", str(port)]) == 1
+    with socket.create_server(("127.0.0.1", port)):
+        pass  # the port is free again
+
+
 def test_the_demo_model_is_served_when_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model_path(Settings()).suffix == ".gguf"
     assert model_path(Settings(model="~/x.gguf")) == Path.home() / "x.gguf"

@@ -7,14 +7,18 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pyserve.__main__ import Server
+from pyserve.connection import LoopErrors
 from pyserve.http import schema
 from pyserve.settings import Settings
 from tests.http.asking import CHAT, USER
@@ -114,6 +118,61 @@ def test_an_idle_connection_outlives_the_pools_of_clients_but_not_for_ever() -> 
             assert await connection.is_closed()
 
     asyncio.run(run())
+
+
+def num_sockets() -> int:
+    """That this process has open: the clients' and the server's."""
+    links = [each for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return sum(str(each.readlink()).startswith("socket:") for each in links)
+
+
+def test_a_connection_goes_with_its_client() -> None:
+    """Each kept its descriptor until the keep-alive time was over: a scan of ports, and the server took nobody."""
+
+    async def run() -> None:
+        async with serving() as server:
+            before = num_sockets()
+            fresh, used, begun = [[await server.connect() for _ in range(10)] for _ in range(3)]
+            for one in used:
+                assert (await one.ask(GET_HEALTH))[0] == 200
+            for one in begun:
+                one.writer.write(GET_HEALTH[:10])
+            assert num_sockets() > before + 30
+            await asyncio.sleep(0.1)
+            for one in (*fresh, *used, *begun):
+                one.writer.close()
+            deadline = time.monotonic() + 5
+            while num_sockets() > before:
+                assert time.monotonic() < deadline, f"{num_sockets() - before} connections are left"
+                await asyncio.sleep(0.02)
+
+    asyncio.run(run())
+
+
+def test_connections_that_cannot_be_accepted_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio told each with a traceback: 200 MB a minute."""
+
+    async def run() -> None:
+        loop, handler = asyncio.get_running_loop(), LoopErrors()
+        for _ in range(1000):
+            handler(loop, {"message": "socket.accept() out of system resource", "exception": OSError(24, "too many")})
+        handler(loop, {"message": "a fault of ours", "exception": OSError(5, "broken")})
+
+    asyncio.run(run())
+    assert [record.name for record in caplog.records] == ["pyserve.main", "asyncio"]
+    assert "ulimit -n" in caplog.messages[0] and "a fault of ours" in caplog.messages[1]
+
+
+def test_the_server_may_open_as_many_files_as_the_system_lets_it() -> None:
+    script = """
+import resource
+from pyserve.connection import raise_descriptor_limit
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+raise_descriptor_limit()
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
 
 
 @pytest.mark.parametrize("num_signals", [1, 2])

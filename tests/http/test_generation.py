@@ -20,7 +20,7 @@ def in_loop(test: Callable[[], Coroutine[None, None, None]]) -> Callable[[], Non
 
 
 def new(count: int = 1) -> Generation:
-    return Generation(count, lambda index: None)
+    return Generation(count, lambda index, is_complete: None)
 
 
 def tokens(*ids: int) -> list[Token]:

@@ -245,6 +245,30 @@ def test_a_source_edited_during_a_build_is_built_again(small_tree: Path, monkeyp
     assert answers(path.with_name(f"pyserve_{before}.so")) == (1, 1)
 
 
+def test_folders_may_have_spaces(small_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of torch, of the sources and of the builds: a clone in "My Documents" has them all."""
+    from torch.utils import cpp_extension
+
+    spaced = tmp_path / "f\u00fc \u00e9"
+    spaced.mkdir()
+    (spaced / "torch lib").symlink_to(cpp_extension.TORCH_LIB_PATH)
+    small_tree = small_tree.rename(spaced / "c src")
+    monkeypatch.setattr(build, "source_folder", lambda: small_tree)
+    monkeypatch.setenv("PYSERVE_BUILD_DIR", str(spaced / "builds of ours"))
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(spaced / "torch lib"))
+    assert answers(build.built()) == (1, 1)
+
+
+def test_a_build_that_fails_says_why_in_one_line(small_tree: Path, tmp_path: Path) -> None:
+    (small_tree / "ops.h").write_text("#define VALUE nonsense\n")
+    with pytest.raises(build.BuildError) as failure:
+        build.built()
+    said = failure.value.message
+    assert "\n" not in said and "error: " in said and "nonsense" in said
+    log = Path(said.rpartition(": ")[2].rstrip(")"))
+    assert log.is_relative_to(tmp_path / "build") and log.read_text().count("nonsense") > 1
+
+
 def test_a_long_build_says_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
