@@ -128,6 +128,7 @@ def build_engine(model: Model, settings: Settings, num_threads: int) -> Engine:
         isa=ops.isa(),
         max_queue=settings.max_queue,
         tiers=_tiers(settings),
+        copy_tuning=parking.tiers.stream.tuning,
     )
     runner = Runner(model.program, kv, num_slots=settings.parallel, pages_per_sequence=num_pages)
     return Engine(info, Ledger(limits), runner, parking)

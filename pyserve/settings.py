@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NoReturn
 
+from pyserve import __version__
 from pyserve.errors import SettingsError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -262,6 +263,7 @@ def make_parser() -> argparse.ArgumentParser:
             "Serve a language model over the OpenAI API. When the KV pool is full, a chat is parked, never ended."
         ),
     )
+    parser.add_argument("--version", action="version", version=f"pyserve {__version__}")
     for option in OPTIONS:
         text = f"{option.help} (default: {default_text(option)}; variable: {option.variable})".replace("%", "%%")
         if option.is_switch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -207,6 +208,7 @@ class EngineInfo:
     isa: str
     max_queue: int
     tiers: tuple[str, ...] = ("ram", "recompute")  # where parked state may be, best first; none: parking is off
+    copy_tuning: Mapping[str, int] = field(default_factory=dict)  # how pages are copied, as measured at the start
 
 
 @dataclass(slots=True)

@@ -207,6 +207,7 @@ def _props(state: ServerState) -> dict[str, Any]:
             "tiers": list(limits.tiers),
             "is_async": limits.is_async,
             "is_pinned": limits.is_pinned,
+            "copy_tuning": dict(limits.copy_tuning),
         },
         "num_threads": limits.num_threads,
         "isa": limits.isa,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -44,6 +44,8 @@ class EngineLimits(Protocol):
     def is_async(self) -> bool: ...
     @property
     def is_pinned(self) -> bool: ...
+    @property
+    def copy_tuning(self) -> Mapping[str, int]: ...
     @property
     def kv_type(self) -> str: ...
     @property

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -92,6 +92,11 @@ class CudaCopyStream(CopyStream):
     def __init__(self, device: Any) -> None:
         self._handle = torch.classes.pyserve_cuda.CopyStream(device)
         self._finalizer = weakref.finalize(self, self._handle.close)
+        self._tuning: dict[str, int] = {}
+
+    @property
+    def tuning(self) -> Mapping[str, int]:
+        return self._tuning
 
     def _behind(self, after: Fence | None) -> tuple[()]:
         if after is not None:
@@ -105,6 +110,7 @@ class CudaCopyStream(CopyStream):
         except RuntimeError as error:
             log.warning("how to copy pages was not measured, and is assumed: %s", first_line(error))
             return
+        self._tuning = {"chunk_bytes": chunk_bytes, "max_calls": max_calls, "min_batch_bytes": min_batch_bytes}
         batched = (
             f"pieces from {min_batch_bytes >> 10} KiB in one batch, others" if min_batch_bytes < 1 << 40 else "all"
         )

@@ -8,7 +8,7 @@ refused as a whole, with nothing posted, when it does not fit (R18).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -110,9 +110,14 @@ class CopyStream:
         return (None if after is None else after._handle,)
 
     def calibrate(self, pool: torch.Tensor) -> None:
-        """Learn how this machine copies best, where there are several ways, and log it: tenths of a second. The pool
-        stays as it is.
+        """Learn how this machine copies best, where there are several ways, and log it: tenths of a second. `tuning`
+        says what was found. The pool stays as it is.
         """
+
+    @property
+    def tuning(self) -> Mapping[str, int]:
+        """What `calibrate` has found, by name; nothing where there is one way only."""
+        return {}
 
     def num_outstanding(self) -> int:
         """Copies posted and not done."""

@@ -302,6 +302,7 @@ def test_how_pages_are_copied_is_measured_at_the_start_and_said(
     with caplog.at_level(logging.INFO, "pyserve.device"):
         stream.calibrate(pool)
     (said,) = caplog.messages
+    assert f"up to {stream.tuning['max_calls']} runs" in said and stream.tuning["chunk_bytes"] >= 1 << 20
     assert re.fullmatch(
         r"copies of pages, measured in \d+ ms: up to \d+ runs or combs one call each; beyond, "
         r"(pieces from \d+ KiB in one batch, others|all) by a kernel; \d+ MiB at a time",

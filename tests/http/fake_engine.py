@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -114,6 +114,7 @@ class FakeLimits:
     tiers: tuple[str, ...] = ("ram", "recompute")
     is_async: bool = True
     is_pinned: bool = False
+    copy_tuning: Mapping[str, int] = field(default_factory=lambda: {"max_calls": 9})
     kv_type: str = "f16"
     num_threads: int = 2
     isa: str = "avx2"

@@ -45,6 +45,7 @@ def test_props_say_slots_pool_and_parking() -> None:
     assert shown["total_slots"] == 4 and shown["default_generation_settings"]["n_ctx"] == 1024
     assert shown["pool"]["tokens"] == 1024 and shown["parking"]["budget_tokens"] == 100_000
     assert shown["parking"]["is_async"] is True and shown["parking"]["is_pinned"] is False
+    assert shown["parking"]["copy_tuning"] == {"max_calls": 9}
     assert "<|im_start|>" in shown["chat_template"] and shown["eos_token"] == "<|im_end|>"
 
 

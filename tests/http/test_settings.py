@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pyserve import __version__
 from pyserve.errors import SettingsError
 from pyserve.settings import (
     OPTIONS,
@@ -100,3 +101,9 @@ def test_unknown_flags_and_variables_are_told(capsys: pytest.CaptureFixture[str]
 def test_a_key_list_without_a_key_is_refused_and_does_not_open_the_server(keys: str) -> None:
     with pytest.raises(SettingsError, match="PYSERVE_API_KEY"):
         settings_from_environment({"PYSERVE_API_KEY": keys})
+
+
+def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load_settings(["--version"], {})
+    assert ended.value.code == 0 and capsys.readouterr().out == f"pyserve {__version__}\n"
