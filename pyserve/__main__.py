@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         listener = _bind(settings)
         with _closed_on_failure(listener):
-            check_model(settings)  # may build the kernels first; until it is done no connection is taken
+            _check(settings)  # may build the kernels first; until it is done no connection is taken
             listener.listen(1024)
     except OSError as error:
         return _fail(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}")
@@ -127,6 +127,14 @@ class Server:
     def _load_failed(self) -> None:
         self._has_failed = True
         self._stop.set()
+
+
+def _check(settings: Settings) -> None:
+    """Raises PyserveError only: what a file or a full disk is to blame for is not said of the port."""
+    try:
+        check_model(settings)
+    except OSError as error:
+        raise PyserveError(str(error)) from error
 
 
 def _bind(settings: Settings) -> socket.socket:

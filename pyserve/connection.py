@@ -12,6 +12,7 @@ import errno
 import logging
 import resource
 import time
+from contextlib import suppress
 from typing import Any
 
 from hypercorn.asyncio import run
@@ -47,7 +48,8 @@ def raise_descriptor_limit() -> None:
     """As many open files as the system lets this process have: a stream holds one for as long as it runs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        with suppress(OSError, ValueError):  # macOS names no limit and refuses to have none: what there is has to do
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class LoopErrors:

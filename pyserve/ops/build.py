@@ -174,9 +174,9 @@ def _publish(built_file: Path, path: Path) -> None:
 
 def _failure(output: str, log: Path) -> str:
     """One line about a build that failed. All that the compiler said is in `log`."""
-    log.write_text(output)
-    lines = [line.strip() for line in output.splitlines() if "error" in line.lower() and not line.startswith("ninja")]
-    first = lines[1] if len(lines) > 1 else output.partition("\n")[0]  # the first line is torch's own
+    log.write_text(output, encoding="utf-8")
+    lines = [line.strip() for line in output.splitlines() if "error:" in line and not line.startswith("ninja")]
+    first = lines[0] if lines else output.partition("\n")[0]  # that is torch's own
     return f"building the extension failed: {first} (the whole output: {log})"
 
 

@@ -46,6 +46,12 @@ def test_a_bad_model_file_ends_in_one_line_that_names_it(tmp_path: Path, kind: s
     assert path.name in lines[0]
 
 
+def test_a_model_that_the_system_cannot_look_for_is_not_said_of_the_port() -> None:
+    ended = run_to_end("--port", str(free_port()), "--model", "x" * 300)
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert "File name too long" in ended.stderr and "cannot listen" not in ended.stderr
+
+
 def test_a_pool_that_no_machine_has_ends_in_one_line_that_names_the_flag() -> None:
     ended = run_to_end("--port", str(free_port()), "--ctx-size", "2000000000")
     assert ended.returncode == 1 and "Traceback" not in ended.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from pyserve.__main__ import Server
-from pyserve.connection import LoopErrors
+from pyserve.connection import LoopErrors, raise_descriptor_limit
 from pyserve.http import schema
 from pyserve.settings import Settings
 from tests.http.asking import CHAT, USER
@@ -173,6 +174,15 @@ raise_descriptor_limit()
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+
+
+def test_a_limit_that_the_system_does_not_raise_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", refused)
+    raise_descriptor_limit()
 
 
 @pytest.mark.parametrize("num_signals", [1, 2])
