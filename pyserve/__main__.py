@@ -138,7 +138,9 @@ def _check(settings: Settings) -> None:
 
 
 def _bind(settings: Settings) -> socket.socket:
-    """A socket of our own, so that a port in use is known before the model is read. It does not listen yet."""
+    """A socket of our own, so that a port where somebody listens is known before the model is read. It does not listen
+    yet.
+    """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     with _closed_on_failure(listener):

@@ -40,8 +40,9 @@ class Connection(TCPServer):
 
 
 def install() -> None:
-    """hypercorn's servers in this process have these connections."""
-    run.TCPServer = Connection  # type: ignore[attr-defined]
+    """hypercorn's servers in this process have these connections. hypercorn has no setting for it."""
+    assert hasattr(run, "TCPServer"), "this version of hypercorn makes its connections elsewhere"
+    run.TCPServer = Connection
 
 
 def raise_descriptor_limit() -> None:

@@ -143,7 +143,7 @@ class Ledger(Census):
         `follow`, without a plan: nobody came or went since those rows were planned, and nothing else is to be done.
         """
         view = self._view
-        if rows.sequences is not view.decoding.sequences or not planner.is_quiet(view):
+        if rows.sequences is not view.decoding.sequences or not view.is_quiet:
             return False
         if view.waiting and view.waiting[0].waiting_since_ms is None:
             return False  # a plan has to note when it came to the head

@@ -48,7 +48,7 @@ NUM_SHARERS = 4  # of the waiting that are passed, looked at with what they shar
 
 def plan(view: View, now_ms: float, room: Room) -> Plan:
     """What to do now. The plan's parks are taken off a copy of `room`."""
-    return Plan(rows=Rows.of(view.decoding.sequences)) if is_quiet(view) else decide(view, now_ms, room)
+    return Plan(rows=Rows.of(view.decoding.sequences)) if view.is_quiet else decide(view, now_ms, room)
 
 
 def decide(view: View, now_ms: float, room: Room) -> Plan:
@@ -64,17 +64,6 @@ def decide(view: View, now_ms: float, room: Room) -> Plan:
     if view.waiting and view.free_slots and not draft.is_restore_due:
         draft.admit()
     return draft.finish()
-
-
-def is_quiet(view: View) -> bool:
-    """All who run decode, and a plan would do nothing beside: neither park, evict, bring back, admit nor refuse."""
-    if not view.running or len(view.decoding) != len(view.running) or view.debt > view.pool.num_available:
-        return False
-    if view.parked or view.oversized or (view.waiting and view.free_slots):
-        return False
-    if view.limits.preempt_every and view.limits.is_parking_on:
-        return False
-    return not view.short or view.debt <= view.pool.num_free
 
 
 class _Draft:

@@ -35,9 +35,10 @@ def is_overdue(sequence: Sequence, overdue_ms: float) -> bool:
 class Policy:
     """`victim`: among those that are not the leader, the starved last, whom to park first. `restore`: who comes back
     first. `admission`: who of all the waiting is looked at first; None: in order of their places. `tokens_per_place`:
-    so many tokens of a prompt cost a place in the queue; 0: first come, first served. `max_passed`: how many of the
-    waiting, at most, are looked at behind one that does not fit, and may pass it. `predicted_tokens`: the answer that
-    admission keeps room for, its own and those of everybody who runs; 0: nothing beyond the runway.
+    so many tokens of a prompt cost a place in the queue; 0: first come, first served, but for the overdue.
+    `max_passed`: how many of the waiting, at most, are looked at behind one that does not fit, and may pass it.
+    `predicted_tokens`: the answer that admission keeps room for, its own and those of everybody who runs; 0: nothing
+    beyond the runway.
     """
 
     victim: Callable[[Pool, Sequence], float] = fewest_own_pages

@@ -105,6 +105,17 @@ class View:
     def is_copying(self) -> bool:
         return bool(self.preempting or self.restoring or self.departing or self.overdue)
 
+    @property
+    def is_quiet(self) -> bool:
+        """All who run decode, and a plan would do nothing beside: neither park, evict, bring back, admit nor refuse."""
+        if not self.running or len(self.decoding) != len(self.running) or self.debt > self.pool.num_available:
+            return False
+        if self.parked or self.oversized or (self.waiting and self.free_slots):
+            return False
+        if self.limits.preempt_every and self.limits.is_parking_on:
+            return False
+        return not self.short or self.debt <= self.pool.num_free
+
     def wanted_pages(self, sequence: Sequence, runway: int) -> int:
         """Pages for all its tokens and `runway` cells more, within what it can ever need."""
         num_tokens = len(sequence.tokens)

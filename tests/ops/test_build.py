@@ -282,7 +282,8 @@ def test_a_long_build_says_how_far_it_is(
     (tmp_path / "new.o").touch()
     said = ""
     with build_progress.told("extension", "2 C++ files", lambda: build_progress.num_objects(tmp_path, 2.0)):
-        while "compiled after" not in said:
+        deadline = time.monotonic() + 10
+        while "compiled after" not in said and time.monotonic() < deadline:
             said += capsys.readouterr().err
     lines = (said + capsys.readouterr().err).splitlines()
     assert lines[0] == "building extension (2 C++ files) ..." and lines[-1].startswith("building extension: done in ")

@@ -38,7 +38,7 @@ class Repeating(Driver):
 
     def _check_quiet(self) -> None:
         view = self.ledger._view
-        if planner.is_quiet(view):
+        if view.is_quiet:
             self.num_quiet += 1
             plan = self.plan()
             assert plan == planner.decide(view, self.now_ms, self.ledger._room), "there was something to do"
