@@ -16,7 +16,6 @@ import importlib
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ import torch
 
 from pyserve.ops import flags
 from pyserve.ops.build import BuildError, build_folder, compiler, installed, locked, source_folder
+from pyserve.ops.build_progress import num_objects, told
 
 EMULATED = "cuda-emulated"
 NAMESPACE = "pyserve_cuda"
@@ -111,14 +111,18 @@ def built(torch_cuda: str | None = torch.version.cuda) -> Path:
 
 def compile_extension(csrc: Path, folder: Path, path: Path, nvcc: str) -> None:
     """Compiles what `folder` does not hold yet and links `path`. Raises BuildError with what the compiler said."""
-    started = time.monotonic()
-    kernels, archs = flags.cuda_kernels(csrc), _architectures()
-    what = f"{len(kernels)} kernel files for {', '.join(archs)}, some minutes the first time"
-    print(f"building CUDA extension ({what}) ...", file=sys.stderr, flush=True)
+    archs = _architectures()
+    commands, started_s = _commands(csrc, nvcc, archs), time.time()
     folder.mkdir(parents=True, exist_ok=True)
+    what = f"{len(commands)} files for {', '.join(archs)}, some minutes the first time"
+    with told("CUDA extension", what, lambda: num_objects(folder, started_s)):
+        _compile_and_link(csrc, commands, folder, path, nvcc)
+
+
+def _compile_and_link(csrc: Path, commands: Sequence[Sequence[str]], folder: Path, path: Path, nvcc: str) -> None:
     headers = b"".join(each.read_bytes() for each in flags.cuda_headers(csrc))
     with ThreadPoolExecutor(max(1, min(4, len(os.sched_getaffinity(0))))) as pool:
-        objects = list(pool.map(lambda command: _object(folder, command, headers), _commands(csrc, nvcc, archs)))
+        objects = list(pool.map(lambda command: _object(folder, command, headers), commands))
     from torch.utils import cpp_extension  # here, since it takes longer to import than a cached build takes to load
 
     libraries = [f"-L{each}" for each in cpp_extension.library_paths()] + ["-lc10", "-ltorch_cpu", "-ltorch"]
@@ -126,7 +130,6 @@ def compile_extension(csrc: Path, folder: Path, path: Path, nvcc: str) -> None:
     link = [nvcc, "-shared", "-cudart", "static", "-ccbin", compiler()]  # it knows where its runtime is
     _run([*link, *map(str, objects), *libraries, "-Xcompiler", "-pthread", "-o", str(unfinished)])
     unfinished.replace(path)
-    print(f"building CUDA extension: done in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
 
 def _commands(csrc: Path, nvcc: str, archs: Sequence[str]) -> list[list[str]]:
