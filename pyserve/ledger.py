@@ -52,6 +52,7 @@ class Ledger(Census):
         self._room = Room(limits.page_size, 0)  # what the parks of this iteration have left of it
         self._residents = Residents(self._view)
         self._incoming = Incoming(self._view, self._residents, self._filling)
+        self._back: list[Sequence] = []  # those whose restore has ended since the last plan
 
     # Arrivals
 
@@ -80,10 +81,12 @@ class Ledger(Census):
         slow: frozenset[Tier] = frozenset(),
         spared_pages: Callable[[Sequence], int] = none_spared,
     ) -> Plan:
-        """What to do now; nothing is changed. Free pages: what the RAM tier and the disk tier could still take.
-        `slow` and `spared_pages` as in `Room`.
+        """What to do now; nothing is changed, but it is noted since when the head waits and those that are back run.
+        Free pages: what the RAM tier and the disk tier could still take. `slow` and `spared_pages` as in `Room`.
         """
         self._room = Room(self.limits.page_size, host_free_pages, disk_free_pages, slow, spared_pages)
+        while self._back:
+            self._back.pop().resident_since_ms = now_ms
         for sequence in self._view.waiting:
             if not self._view.is_behind_leader(sequence):
                 if sequence.waiting_since_ms is None:
@@ -306,6 +309,7 @@ class Ledger(Census):
                 self._restore(entry, now_ms)
             else:
                 self._admit(entry)
+            entry.sequence.progress = entry.sequence.furthest
 
     def _restore(self, restore: Restore, now_ms: float) -> None:
         sequence = restore.sequence
@@ -340,6 +344,7 @@ class Ledger(Census):
             self._free_slot(sequence)
             return False
         del view.restoring[sequence.id]
+        self._back.append(sequence)
         return True
 
     def _admit(self, admission: Admission) -> None:

@@ -19,7 +19,7 @@ Sizes are capped by what a sequence can ever need, at most the pool: that is how
 the pool to itself (R8). Admission waits while a parked sequence does. In the queue a long prompt lets shorter ones pass
 that came soon after it, and one that does not fit those that do, until the oldest has waited for the rotation delay.
 The parked head that waits longer than that gets room made for it (R7); a sequence is not rotated out before it ran for
-that delay.
+that delay and got further than it was, however long its copies take.
 
 Whoever is to be computed again waits while one that runs computes what both begin with, and takes it from the prompt
 cache then (R11). That one runs, so it comes to an end; should it leave the pool before, the next of them computes it.
@@ -205,7 +205,7 @@ class _Draft:
         if self._is_room(head, reserve, []):
             return []
         latest = self._now_ms - self._view.limits.rotation_delay_ms
-        candidates = [each for each in self._victims() if each.resident_since_ms <= latest]
+        candidates = [each for each in self._victims() if each.resident_since_ms <= latest and each.has_advanced]
         for victim in candidates:
             if self._is_room(head, reserve, [victim]):
                 return [victim]

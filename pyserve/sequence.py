@@ -99,8 +99,8 @@ class Sequence:
         self.debt = 0  # pages that its next step and runway need beyond those it holds
         self.entry_debt = 0  # the same with the runway that is clear when somebody enters
         self.next_count_len = 0  # the number of tokens at which its pages and debts are looked at again
-        self.progress = 0  # how far num_computed was before it was last set back
-        self.resident_since_ms = 0.0
+        self.progress = 0  # how far num_computed ever was when it last entered the pool, or was set back
+        self.resident_since_ms = 0.0  # since it was brought in, and may run
         self.waiting_since_ms: float | None = None  # since it heads the waiting queue
         self.num_forced_parks = 0
         self.is_refusal_told = False  # the refusal of its rotation was reported for this park
@@ -124,6 +124,11 @@ class Sequence:
     def furthest(self) -> int:
         """The most that num_computed ever was; a recomputation does not cost a place."""
         return max(self.progress, self.num_computed)
+
+    @property
+    def has_advanced(self) -> bool:
+        """It has computed something that it had not when it entered the pool."""
+        return self.num_computed > self.progress
 
     def recompute(self) -> None:
         """What was computed is nowhere any more."""

@@ -162,7 +162,10 @@ class Simulation:
 
     def _iterate(self) -> None:
         plan = self._plan()
+        num_plans = 0
         while not self._limits.is_async and (plan.parks or plan.restores):
+            num_plans += 1
+            assert num_plans < 1000, f"plan follows plan, and none is followed by a step: {self._ledger.live()}"
             self._now_ms = max(self._now_ms, self._copy_free_ms)
             plan = self._plan()
         if plan.rows:

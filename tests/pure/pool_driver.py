@@ -35,6 +35,7 @@ class Driver:
     disk_pages: int = 0
     slow: frozenset[Tier] = frozenset()  # tiers that are not worth their copies at the moment
     step_ms: float = 10.0
+    copy_ms: float = 0.0  # for which the copies of one plan hold up an engine that awaits them
     now_ms: float = 0.0
     is_checked: bool = True  # check_integrity after every iteration
     num_steps: int = 0  # iterations that ran rows
@@ -201,7 +202,11 @@ class Driver:
         for id in list(landing(self.in_flight())) if landing is not None else ():
             self.land(id)
         plan = self._plan()
+        num_plans = 0
         while not self.limits.is_async and (plan.parks or plan.restores):
+            num_plans += 1
+            assert num_plans < 1000, f"plan follows plan, and none is followed by a step: {self.ledger.live()}"
+            self.now_ms += self.copy_ms
             self.land_all()
             plan = self._plan()
         self.num_iterations += 1

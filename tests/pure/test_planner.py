@@ -107,6 +107,43 @@ def test_rotation_lets_the_head_in() -> None:
     assert len(driver.finished) == 3
 
 
+@pytest.mark.parametrize(("rotation_delay_ms", "copy_ms"), [(0.0, 5.0), (300.0, 400.0), (300.0, 100_000.0)])
+@pytest.mark.parametrize("slow", [frozenset(), frozenset({Tier.RAM})])
+def test_rotation_lets_everyone_advance_however_slow_it_is(
+    rotation_delay_ms: float, copy_ms: float, slow: frozenset[Tier]
+) -> None:
+    """Where the engine awaits each copy nobody runs meanwhile, and the next in line waits for too long again; or all is
+    computed again, chunk by chunk."""
+    driver = driver_of(512, num_slots=3, batch_tokens=32, is_async=False, rotation_delay_ms=rotation_delay_ms)
+    driver.copy_ms, driver.slow = copy_ms, slow
+    for n in (160, 120, 100):
+        driver.submit([prompt(n, n)], None)
+    driver.run(4000)
+    assert len(driver.finished) == 3
+    advances: dict[int, list[int]] = {}
+    for id, reason, _, num_generated in driver.park_log:
+        if reason == "rotation":
+            advances.setdefault(id, []).append(num_generated)
+    assert advances, "somebody is rotated out"
+    assert all(counts == sorted(set(counts)) for counts in advances.values()), "each time with more than the last"
+
+
+def test_the_time_that_a_copy_takes_is_no_time_in_which_one_ran() -> None:
+    """Copies land every 600 ms; who is back runs for 200 before it makes room for another."""
+    driver = driver_of(512, num_slots=5, rotation_delay_ms=200.0)
+    for number, prompt_len in enumerate((160, 80, 80, 80, 80)):
+        driver.submit([prompt(prompt_len, number)], None)
+    while len(driver.finished) < 5:
+        driver.iterate(lambda ids: ids if driver.num_iterations % 60 == 0 or driver.finished else ())
+    last: dict[int, int] = {}
+    turns = []
+    for id, reason, _, num_generated in driver.park_log:
+        if reason == "rotation" and id in last:
+            turns.append(num_generated - last[id])
+        last[id] = num_generated
+    assert turns and min(turns) >= 200.0 / driver.step_ms
+
+
 def test_a_rotation_that_the_host_cannot_hold_is_refused_once_per_park() -> None:
     driver = driver_of(512, num_slots=3, host_pages=9, rotation_delay_ms=300.0)
     for n in (160, 120, 100):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from xml.etree import ElementTree
@@ -43,6 +44,16 @@ def test_a_full_pool_parks_and_counts_what_is_copied() -> None:
     assert outcome.longest_park_ms >= 2 * 48 * 1.0, "one copy out and one back at a gigabyte a second"
     without = Simulation(limits_of(14), COSTS, host_pages=0).run(requests)
     assert without.num_copied == 0 and without.num_recomputed > 0
+
+
+@pytest.mark.parametrize("rotation_delay_ms", [0.0, 2000.0])
+@pytest.mark.parametrize("gb_s", [1.0, 0.02])
+def test_slow_copies_between_the_steps_do_not_stop_them(rotation_delay_ms: float, gb_s: float) -> None:
+    """A copy may take longer than one waits for a turn; still nobody is turned out without a step."""
+    limits = limits_of(40, is_async=False, rotation_delay_ms=rotation_delay_ms)
+    requests = [Request(0.0, 40 + 30 * number, 100) for number in range(6)]
+    outcome = Simulation(limits, replace(COSTS, copy_gb_s=gb_s), check_every=1).run(requests)
+    assert sum(outcome.parks) > 0 and outcome.num_steps < 6 * 100
 
 
 def test_traces_are_read(tmp_path: Path) -> None:
