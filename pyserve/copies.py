@@ -13,7 +13,9 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pyserve.ops import CopyFailed, PageMismatch
+import numpy as np
+
+from pyserve.ops import CopyFailed, PageMismatch, PageRow
 from pyserve.parked import Event, Parked, Place
 from pyserve.sequence import Sequence, Tier
 
@@ -36,6 +38,10 @@ class Ending(Enum):
     CALLED_OFF = "called off"  # what it was to share did not come, and its own state is as it was
 
 
+def no_pages() -> PageRow:
+    return np.empty(0, dtype=np.int32)
+
+
 @dataclass(eq=False, slots=True)
 class Copy:
     """One sequence's way out of the pool, or back. It owns the state at its other end."""
@@ -48,7 +54,8 @@ class Copy:
     started_s: float
     deadline_s: float
     parked: Parked = field(default_factory=Parked)
-    pages: Items[int] = ()  # of a park that waits for host memory: what to copy; of a restore: what it fills
+    pages: PageRow = field(default_factory=no_pages)  # of a park that waits for memory: what to copy; of a restore:
+    # what it fills. The copy's own: whose pages they were may have gone from its slot, and its row of the page table.
     chain: Items[Hashable] = ()  # and the keys of the leading ones that others may have, too
     num_common: int = 0  # how many of them others hold now
     events: list[Event] = field(default_factory=list)
@@ -66,11 +73,11 @@ class Copy:
     def copy_s(self) -> float:
         return sum(event.copy_s for event in self.events)
 
-    def fill(self, pages: Items[int], num_shared: int, others: Iterable[Copy]) -> None:
+    def fill(self, pages: PageRow, num_shared: int, others: Iterable[Copy]) -> None:
         """It is to fill `pages`, all but the first `num_shared`, behind those of `others` that fill some of these."""
-        shared = set(pages[:num_shared])
+        shared = pages[:num_shared]
         # Who shares a page shares all before it, so the first that another fills tells.
-        self.behind = [other for other in others if other.is_restore and other.pages and other.pages[0] in shared]
+        self.behind = [other for other in others if other.is_restore and len(other.pages) and other.pages[0] in shared]
         self.deadline_s = max((self.deadline_s, *(other.deadline_s for other in self.behind)))
         self.pages = pages[num_shared:]
 

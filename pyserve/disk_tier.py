@@ -34,7 +34,7 @@ import torch
 from pyserve.disk_folder import SUFFIX, make_folder, remove_folder, space_of
 from pyserve.errors import SettingsError
 from pyserve.host_arena import Extent
-from pyserve.ops import CopyFailed, CopyStream, comb_table
+from pyserve.ops import CopyFailed, CopyStream, PageRow, comb_table
 
 _PIECE_BYTES = 8 << 20
 _RETRY_S = 30.0
@@ -105,10 +105,10 @@ class DiskTier:
         """A job has failed: take nothing for a while."""
         self._retry_at_s = now_s + _RETRY_S
 
-    def write(self, pages: Items[int], *, is_hashed: bool) -> tuple[ParkFile, DiskEvent]:
-        """Post the copy of the pool's `pages` to a new file."""
+    def write(self, pages: PageRow, *, is_hashed: bool) -> tuple[ParkFile, DiskEvent]:
+        """Post the copy of the pool's `pages` to a new file. Nobody changes them while it goes on."""
         file = self._new_file(len(pages), torch.full((len(pages),), int(is_hashed), dtype=torch.int64))
-        return file, self._post(lambda: self._write(file, list(pages)))
+        return file, self._post(lambda: self._write(file, pages))
 
     def write_extents(self, extents: Items[Extent]) -> tuple[ParkFile, DiskEvent]:
         """Post the move of pages from the host arena to a new file. The extents must stay until it has ended."""
@@ -116,9 +116,9 @@ class DiskTier:
         file = self._new_file(sum(each.count for each in extents), hashes)
         return file, self._post(lambda: self._write_extents(file, extents))
 
-    def read(self, file: ParkFile, pages: Items[int], first: int) -> DiskEvent:
-        """Post the copy of a file's pages, from number `first` on, into the pool's `pages`."""
-        return self._post(lambda: self._read(file, list(pages), first))
+    def read(self, file: ParkFile, pages: PageRow, first: int) -> DiskEvent:
+        """Post the copy of a file's pages, from number `first` on, into the pool's `pages`. Nobody changes these."""
+        return self._post(lambda: self._read(file, pages, first))
 
     def drop(self, file: ParkFile) -> None:
         """The file is not wanted any more. A job that works on it stops."""
@@ -161,7 +161,7 @@ class DiskTier:
         self._thread.submit(run)
         return event
 
-    def _write(self, file: ParkFile, pages: list[int]) -> None:
+    def _write(self, file: ParkFile, pages: PageRow) -> None:
         staging = self._staging_buffer()
         with file.path.open("xb", buffering=0) as out:
             for first in range(0, len(pages), self._piece_pages):
@@ -187,7 +187,7 @@ class DiskTier:
                     self._check_wanted(file)
                     _write_all(out, data[first * self._page_bytes : last * self._page_bytes])
 
-    def _read(self, file: ParkFile, pages: list[int], first: int) -> None:
+    def _read(self, file: ParkFile, pages: PageRow, first: int) -> None:
         staging = self._staging_buffer()
         with file.path.open("rb", buffering=0) as source:
             source.seek(first * self._page_bytes)

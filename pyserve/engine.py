@@ -89,7 +89,7 @@ class Engine:
         self._cancels: list[tuple[int, bool]] = []  # sequence id, whether its answer is complete
         self._outbox: list[Callable[[], None]] = []  # each queues some events for their clients; in order
         self._next_id = 0  # of sequences; a group's is its first sequence's
-        self._transfers = Transfers(ledger, parking, self._tasks, self.counters, self._post)
+        self._transfers = Transfers(ledger, parking, runner.pages_of, self._tasks, self.counters, self._post)
         self._wake = asyncio.Event()
         self._steps = Steps(runner)
         self._copy_watch = CopyWatch(parking)

@@ -46,7 +46,7 @@ from pyserve.disk_tier import DiskTier
 from pyserve.host_arena import HostArena, SlabMaker
 from pyserve.host_room import HostRoom
 from pyserve.kv_store import KvStore
-from pyserve.ops import CopyStream
+from pyserve.ops import CopyStream, PageRow, page_row
 from pyserve.parked import Blocks, Host, Parked
 from pyserve.sequence import Sequence, Tier
 from pyserve.tiers import Tiers
@@ -155,18 +155,19 @@ class Parking:
     def park(
         self,
         sequence: Sequence,
-        pages: Items[int],
+        pages: PageRow | Items[int],
         tier: Tier = Tier.RAM,
         *,
         chain: Items[Hashable] = (),
         num_common: int = 0,
     ) -> None:
-        """Post the copy of `pages`, all that the sequence has computed, to memory or disk.
+        """Post the copy of `pages`, all that the sequence has computed, to memory or disk. A row is the copy's from now
+        on: nobody changes it.
 
         `chain`: keys of the leading pages that others may have as well. The first `num_common` are held by others now.
         """
         copy = self._new_copy(sequence, tier, len(pages), is_restore=False)
-        copy.pages, copy.chain, copy.num_common = pages, chain, num_common
+        copy.pages, copy.chain, copy.num_common = page_row(pages), chain, num_common
         kept = self.room.take_kept(sequence.id)
         if tier is Tier.DISK:
             self.tiers.release(kept)
@@ -181,15 +182,16 @@ class Parking:
             self._park_elsewhere(copy)
         self.make_slab.hurry(self.room.has_waiting)
 
-    def restore(self, sequence: Sequence, pages: Items[int], *, cached_pages: int) -> bool:
+    def restore(self, sequence: Sequence, pages: PageRow | Items[int], *, cached_pages: int) -> bool:
         """Post the copy of the parked state into `pages`, all but the first `cached_pages`, which others have or fill.
+        A row is the copy's from now on.
 
         False when there is nothing to copy or to wait for: it is resident at once.
         """
         self._call_off_move(sequence)
         parked = self._parked.pop(sequence.id, None)
         tier = Tier.RAM if parked is None or parked.is_in_memory else Tier.DISK
-        copy = self._new_copy(sequence, tier, len(pages), is_restore=True)
+        copy, pages = self._new_copy(sequence, tier, len(pages), is_restore=True), page_row(pages)
         copy.fill(pages, cached_pages, self._copies.values())
         if parked is None:
             copy.events = [FailedEvent(LookupError("there is no parked state"))]

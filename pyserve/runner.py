@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from pyserve.kv_store import KvStore
-from pyserve.ops import Program, StepBatch
+from pyserve.ops import PageRow, Program, StepBatch, page_row
 from pyserve.plan import Row, Rows
 from pyserve.sampler import SampleRequest, sample, token_logprobs
 from pyserve.sequence import Sequence
@@ -79,19 +79,27 @@ class _Slots:
                 self.update_one(sequence, slot)
 
     def update_one(self, sequence: Sequence, slot: int) -> None:
-        pages = sequence.pages
+        self._update_pages(sequence.pages, slot)
+        if self._tokens[slot] is not sequence.tokens:
+            self._tokens[slot] = sequence.tokens
+            self.sampling.set(slot, SampleRequest(sequence.request.sampling, sequence.tokens, sequence.prompt_len))
+
+    def pages_of(self, sequence: Sequence) -> PageRow:
+        """A copy of its row, up to date."""
+        assert sequence.slot is not None
+        self._update_pages(sequence.pages, sequence.slot)
+        return self.table[sequence.slot, : len(sequence.pages)].copy()
+
+    def _update_pages(self, pages: list[int], slot: int) -> None:
         if self._pages[slot] is not pages:
             self._pages[slot] = pages
             self._num_written[slot] = 0
         num_written = self._num_written[slot]
         if len(pages) == num_written + 1:  # as ever when it has grown
             self.table[slot, num_written] = pages[-1]
-        else:
-            self.table[slot, num_written : len(pages)] = pages[num_written:]
+        elif len(pages) > num_written:
+            self.table[slot, num_written : len(pages)] = page_row(pages[num_written:])
         self._num_written[slot] = len(pages)
-        if self._tokens[slot] is not sequence.tokens:
-            self._tokens[slot] = sequence.tokens
-            self.sampling.set(slot, SampleRequest(sequence.request.sampling, sequence.tokens, sequence.prompt_len))
 
 
 class Runner:
@@ -147,6 +155,13 @@ class Runner:
         slots: list[int] = [each.slot for each in rows.sequences]  # type: ignore[misc]  # whoever runs has one
         self._slots.update(rows.sequences, slots)
         return slots
+
+    def pages_of(self, sequence: Sequence) -> PageRow:
+        """int32 [pages]: the pages of a sequence that is in a slot, in its order, for a copy that may outlast its stay
+        there. Costs little if its steps have used them; those that it was given since are read one by one, for the
+        steps to come as well.
+        """
+        return self._slots.pages_of(sequence)
 
     @property
     def can_follow(self) -> bool:

@@ -10,11 +10,11 @@ import time
 from collections.abc import Hashable
 from collections.abc import Sequence as Items
 
-from pyserve.copies import Copy, FailedEvent
+from pyserve.copies import Copy, FailedEvent, no_pages
 from pyserve.disk_tier import DiskTier
 from pyserve.host_arena import Extent, HostArena, split_extents
 from pyserve.kv_store import KvStore
-from pyserve.ops import CopyStream, comb_table
+from pyserve.ops import CopyStream, PageRow, comb_table
 from pyserve.parked import Block, Blocks, Event, Host, Parked, Place, Share, num_needed
 from pyserve.sequence import Tier
 
@@ -56,7 +56,7 @@ class Tiers:
         copy.num_bytes = (num_new + len(pages) - first - start) * self._kv.page_bytes
         host.full_pages = copy.sequence.num_computed // self._kv.page_size - first
         self._post(copy.events, host, pages[first:], start, to_host=True)
-        copy.pages = copy.chain = ()
+        copy.pages, copy.chain = no_pages(), ()
 
     def park_on_disk(self, copy: Copy) -> None:
         """The copy of a park to disk."""
@@ -72,7 +72,7 @@ class Tiers:
             copy.parked.file, event = self.disk.write(pages[copy.parked.num_shared :], is_hashed=is_hashed)
             copy.events.append(event)
         copy.num_bytes = (len(pages) - first) * self._kv.page_bytes
-        copy.pages = copy.chain = ()
+        copy.pages, copy.chain = no_pages(), ()
 
     def common_pages(self, chain: Items[Hashable]) -> int:
         """How many of the pages with these keys lie in memory to stay, so that a park neither copies them nor takes
@@ -95,14 +95,14 @@ class Tiers:
         copy.parked.shares.append(Share(block, block.num_pages))
         self.blocks.add(block)
 
-    def restore(self, copy: Copy, pages: Items[int], cached_pages: int) -> None:
+    def restore(self, copy: Copy, pages: PageRow, cached_pages: int) -> None:
         """Post the copy of a state into `pages`, all but the first `cached_pages`."""
         first = 0
         for place, num_pages in (*copy.parked.shares, (copy.parked, copy.parked.num_pages)):
             self._fetch(copy, place, pages[first : first + num_pages], max(0, cached_pages - first))
             first += num_pages
 
-    def _fetch(self, copy: Copy, place: Place, pages: Items[int], start: int) -> None:
+    def _fetch(self, copy: Copy, place: Place, pages: PageRow, start: int) -> None:
         """The pages of `place` from number `start` on, into those of `pages`."""
         if start >= len(pages):
             return
@@ -114,7 +114,7 @@ class Tiers:
             self._post(copy.events, place.host, pages, start, to_host=False)
         copy.sources += [place] * (len(copy.events) - num_before)
 
-    def _post(self, events: list[Event], host: Host, pages: Items[int], start: int, *, to_host: bool) -> None:
+    def _post(self, events: list[Event], host: Host, pages: PageRow, start: int, *, to_host: bool) -> None:
         """Of `pages`, in the order of the host's, those from `start` on: one copy for each stretch of host memory. What
         cannot be posted is noted, and what is posted runs out.
         """

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 
 from pyserve.ledger import Ledger
+from pyserve.ops import PageRow
 from pyserve.park import Ending, Landed, Parking
 from pyserve.plan import Park, Plan, Restore
 from pyserve.rates import Rates
@@ -23,7 +24,8 @@ log = logging.getLogger("pyserve.park")
 
 
 class Transfers:
-    """Parks and restores of the engine's tasks. `post` queues an event for a task's client.
+    """Parks and restores of the engine's tasks. `pages_of` gives a copy of a sequence's row of the page table. `post`
+    queues an event for a task's client.
 
     `rates` are measured here and by the steps, and say which tier is not worth its copies.
     """
@@ -32,12 +34,14 @@ class Transfers:
         self,
         ledger: Ledger,
         parking: Parking,
+        pages_of: Callable[[Sequence], PageRow],
         tasks: Mapping[int, Task],
         counters: Counters,
         post: Callable[[Task, Event], None],
     ) -> None:
         self._ledger = ledger
         self._parking = parking
+        self._pages_of = pages_of
         self._tasks = tasks
         self._counters = counters
         self._post = post
@@ -165,7 +169,7 @@ class Transfers:
         if park.tier.is_copy:
             num_pages = -(-sequence.num_computed // self._page_size)
             chain, num_common = self._ledger.common_pages(sequence)
-            pages = sequence.pages[:num_pages]
+            pages = self._pages_of(sequence)[:num_pages]
             self._parking.park(sequence, pages, park.tier, chain=chain, num_common=num_common)
         else:
             self._parking.discard([sequence])  # what is kept of an earlier park
@@ -177,7 +181,7 @@ class Transfers:
         if restore.tier is Tier.RECOMPUTE:  # its pages were dropped: it runs at once and computes them again
             self._counters.recomputes += 1
             self._parking.discard([sequence])
-        elif self._parking.restore(sequence, sequence.pages, cached_pages=restore.cached_pages):
+        elif self._parking.restore(sequence, self._pages_of(sequence), cached_pages=restore.cached_pages):
             return
         else:
             self._ledger.restore_landed(sequence)

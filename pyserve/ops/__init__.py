@@ -22,7 +22,17 @@ from pyserve.ops.program import (  # noqa: E402
     Weighing,
     sample_rows,
 )
-from pyserve.ops.stream import CopyEvent, CopyFailed, CopyStream, Fence, PageMismatch, comb_table, copy_pages  # noqa: E402
+from pyserve.ops.stream import (  # noqa: E402
+    CopyEvent,
+    CopyFailed,
+    CopyStream,
+    Fence,
+    PageMismatch,
+    PageRow,
+    comb_table,
+    copy_pages,
+    page_row,
+)
 from pyserve.ops.weights import PackedWeight, pack  # noqa: E402
 
 __all__ = [
@@ -35,6 +45,7 @@ __all__ = [
     "Fence",
     "PackedWeight",
     "PageMismatch",
+    "PageRow",
     "PoolShape",
     "Program",
     "Register",
@@ -48,6 +59,7 @@ __all__ = [
     "open_device",
     "pack",
     "page_bytes",
+    "page_row",
     "sample_rows",
 ]
 
