@@ -38,6 +38,7 @@ from dataclasses import replace
 
 from pyserve.plan import Admission, Failure, Park, ParkReason, Plan, Restore, Rows
 from pyserve.policy import is_overdue
+from pyserve.pool import PageSet
 from pyserve.prefix import num_common_pages
 from pyserve.sequence import Sequence, Tier
 from pyserve.view import Room, View
@@ -76,8 +77,8 @@ class _Draft:
         self._available = view.pool.num_available
         self._leaving = view.pool.num_leaving
         self._debt = view.debt
-        self._vacated: set[int] = set()  # pages that the parks of this plan free, now or when they land
-        self._copied: set[int] = set()  # those of them that a copy reads first
+        self._vacated = PageSet()  # pages that the parks of this plan free, now or when they land
+        self._copied = PageSet()  # those of them that a copy reads first
         self._fresh = 0  # pages to allocate for those that enter
         self._taken: set[int] = set()  # pages that those who enter share
         self._bringing: list[Sequence] = []  # whose copies bring pages that others may share, too
@@ -113,16 +114,14 @@ class _Draft:
     def _park(self, sequence: Sequence, reason: ParkReason) -> None:
         tier, num_copied = self._room.tier_of(sequence)
         self._room.use(tier, num_copied)
-        pool = self._view.pool
-        first_own = len(sequence.pages) - pool.num_own(sequence.pages)
-        for index, page in enumerate(sequence.pages[first_own:], first_own):
-            self._vacated.add(page)
-            # Pages reserved beyond what is computed are not copied, and come free at once.
-            if index < num_copied or pool.readers[page]:
-                self._copied.add(page)
-                self._leaving += 1
-            else:
-                self._available += 1
+        pool, pages = self._view.pool, sequence.pages
+        first_own = len(pages) - pool.num_own(pages)
+        behind = max(first_own, num_copied)  # pages reserved beyond what is computed, which come free at once
+        copied = pages[first_own:behind] + [page for page in pages[behind:] if pool.readers[page]]
+        self._vacated.add(pages[first_own:])
+        self._copied.add(copied)
+        self._leaving += len(copied)
+        self._available += len(pages) - first_own - len(copied)
         self._debt -= sequence.debt
         self._gone.add(sequence.id)
         self._parks.append(Park(sequence, reason, tier))
@@ -217,11 +216,11 @@ class _Draft:
     def _is_room(self, head: Sequence, reserve: int, victims: list[Sequence]) -> bool:
         """Whether `head` fits once `victims` and those that leave already are gone."""
         gain = 0
-        vacated = self._vacated if not victims else set(self._vacated)
+        vacated = self._vacated if not victims else PageSet(self._vacated)
         for victim in victims:
             num_own = self._view.pool.num_own(victim.pages)
             gain += num_own + victim.entry_debt
-            vacated.update(victim.pages[len(victim.pages) - num_own :])
+            vacated.add(victim.pages[len(victim.pages) - num_own :])
         return self._cost(head, vacated) + reserve <= self._available + self._leaving + gain
 
     # Entering the pool: restores and admissions
@@ -231,7 +230,7 @@ class _Draft:
         running = self._view.running
         return self._view.entry_debt - sum(running[id].entry_debt for id in self._gone if id in running)
 
-    def _cost(self, sequence: Sequence, vacated: set[int]) -> int:
+    def _cost(self, sequence: Sequence, vacated: PageSet) -> int:
         """Available pages that it takes to bring all of `sequence` in, with its runway, once `vacated` are let go."""
         view = self._view
         wanted = view.wanted_pages(sequence, view.entry_runway)

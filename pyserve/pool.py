@@ -21,13 +21,18 @@ Small pages are handed out in aligned blocks of `block_len`, best a power of two
 last block is as free as any page, and counted so, but others take it only when no whole block is free; then halves of
 blocks come first, then quarters. A gap's largest aligned blocks are what makes it large.
 
+Whoever has pages has them from `_numbers`, one and the same object for each page. So long lists of them are copied and
+compared in a fraction of the time that walking them takes, and a park of thousands of small pages goes by stretches.
+
 Not handled here: which page to evict (prefix.py), whom to park (planner.py), the bytes (kv_store.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
+
+_SHORT = 16  # pages that are looked at one by one at the end of a stretch
 
 
 class Pool:
@@ -42,6 +47,7 @@ class Pool:
         self.num_free = num_pages
         self.num_cached = 0  # pages that only the prompt cache holds
         self.num_leaving = 0
+        self._numbers = list(range(num_pages))
         self._gap_len = {0: num_pages}
         self._gap_start = {num_pages: 0}  # by end, exclusive
         self._largest = [self._rank(0, num_pages)]
@@ -66,8 +72,6 @@ class Pool:
             wanted = min(count - len(pages), num_blocks * size)
             num_spare = num_blocks - -(-wanted // size) if start else 0
             self._take(start, -start % size + num_spare // 2 * size, wanted, pages)
-        for page in pages:
-            self.holders[page] = 1
         self.num_free -= count
         return pages
 
@@ -85,7 +89,7 @@ class Pool:
         self._move_front(page + 1, length - 1)
         self.holders[page] = 1
         self.num_free -= 1
-        return page
+        return self._numbers[page]
 
     def retain(self, pages: Iterable[int]) -> None:
         """One more sequence uses these pages, which are cached."""
@@ -99,35 +103,52 @@ class Pool:
                     self.num_cached -= 1
             holders[page] += 1
 
-    def release(self, pages: Iterable[int]) -> list[int]:
+    def release(self, pages: Sequence[int]) -> list[int]:
         """A sequence lets go of `pages`. Returns those that only the cache holds from now on, in the order given."""
         holders, readers = self.holders, self.readers
-        let_go = []
-        for page in pages:
-            holders[page] -= 1
-            if not holders[page]:
-                if readers[page]:
-                    self.num_leaving += 1
-                else:
-                    let_go.append(page)
+        let_go: list[int] = []
+        for start, stop in self._stretches(pages):
+            if _are(holders, 1, start, stop) and _are(readers, 0, start, stop):  # nobody else's, as most are
+                holders[start:stop] = [0] * (stop - start)
+                let_go += self._numbers[start:stop]
+                continue
+            for page in range(start, stop):
+                holders[page] -= 1
+                if not holders[page]:
+                    if readers[page]:
+                        self.num_leaving += 1
+                    else:
+                        let_go.append(page)
         return self._let_go(let_go)
 
-    def start_reading(self, pages: Iterable[int]) -> None:
+    def start_reading(self, pages: Sequence[int]) -> None:
         """A sequence lets go of `pages`, which a copy goes on reading."""
-        for page in pages:
-            self.readers[page] += 1
-            self.holders[page] -= 1
-            if not self.holders[page]:
-                self.num_leaving += 1
-
-    def stop_reading(self, pages: Iterable[int]) -> list[int]:
-        """The copy is done. Returns the pages that only the cache holds from now on."""
         holders, readers = self.holders, self.readers
-        let_go = []
-        for page in pages:
-            readers[page] -= 1
-            if not holders[page] and not readers[page]:
-                let_go.append(page)
+        for start, stop in self._stretches(pages):
+            if _are(holders, 1, start, stop) and _are(readers, 0, start, stop):
+                holders[start:stop] = [0] * (stop - start)
+                readers[start:stop] = [1] * (stop - start)
+                self.num_leaving += stop - start
+                continue
+            for page in range(start, stop):
+                readers[page] += 1
+                holders[page] -= 1
+                if not holders[page]:
+                    self.num_leaving += 1
+
+    def stop_reading(self, pages: Sequence[int]) -> list[int]:
+        """The copy is done. Returns the pages that only the cache holds from now on, in the order given."""
+        holders, readers = self.holders, self.readers
+        let_go: list[int] = []
+        for start, stop in self._stretches(pages):
+            if _are(readers, 1, start, stop) and _are(holders, 0, start, stop):
+                readers[start:stop] = [0] * (stop - start)
+                let_go += self._numbers[start:stop]
+                continue
+            for page in range(start, stop):
+                readers[page] -= 1
+                if not holders[page] and not readers[page]:
+                    let_go.append(page)
         self.num_leaving -= len(let_go)
         return self._let_go(let_go)
 
@@ -169,11 +190,43 @@ class Pool:
 
     def _let_go(self, pages: list[int]) -> list[int]:
         """Nobody holds or reads these pages any more, so they become cached or free. Returns those that are cached."""
-        only_cached = [page for page in pages if self.is_cached[page]]
+        is_cached = self.is_cached
+        only_cached: list[int] = []
+        freed: list[tuple[int, int]] = []
+        for start, stop in self._stretches(pages):
+            num_cached = is_cached.count(True, start, stop)
+            if num_cached == stop - start:
+                only_cached += self._numbers[start:stop]
+            elif not num_cached:
+                freed.append((start, stop))
+            else:
+                only_cached += [page for page in range(start, stop) if is_cached[page]]
+                freed += [(page, page + 1) for page in range(start, stop) if not is_cached[page]]
         self.num_cached += len(only_cached)
-        if len(only_cached) < len(pages):
-            self._free_all([page for page in pages if not self.is_cached[page]])
+        for start, stop in _joined(sorted(freed)):
+            self._free(start, stop - start)
         return only_cached
+
+    def _stretches(self, pages: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Start and end, exclusive, of each stretch of pages that follow each other upwards, in the order given."""
+        numbers, num_pages, index = self._numbers, len(pages), 0
+        while index < num_pages:
+            start = end = pages[index]
+            step, is_alike = _SHORT, True
+            while step >= _SHORT:  # in steps that double, and then halve
+                count = min(step, num_pages - index)
+                if pages[index : index + count] == numbers[end : end + count]:
+                    index += count
+                    end += count
+                else:
+                    is_alike = False
+                if index == num_pages:
+                    break
+                step = step * 2 if is_alike else step // 2
+            while index < num_pages and pages[index] == end:
+                index += 1
+                end += 1
+            yield start, end
 
     def is_crowded(self, after: int | None) -> bool:
         """The sequence whose last page is `after` can only grow into what is left of other sequences' blocks."""
@@ -216,7 +269,8 @@ class Pool:
         length = self._gap_len.pop(start)
         count = min(count, length - offset)
         first = start + offset
-        pages.extend(range(first, first + count))
+        pages += self._numbers[first : first + count]
+        self.holders[first : first + count] = [1] * count
         if not offset and count < length:
             self._move_front(first + count, length - count)
             return
@@ -271,6 +325,42 @@ class Pool:
             leaving += not holders and readers > 0
         assert cached == self.num_cached, f"num_cached is {self.num_cached}, counted {cached}"
         assert leaving == self.num_leaving, f"num_leaving is {self.num_leaving}, counted {leaving}"
+
+
+class PageSet:
+    """A set of pages, not made before somebody asks for one of them: a park adds thousands, and hardly anybody asks."""
+
+    def __init__(self, others: PageSet | None = None) -> None:
+        """With those of `others`."""
+        self._pages: set[int] = set(others._pages) if others else set()
+        self._added: list[Iterable[int]] = list(others._added) if others else []
+
+    def add(self, pages: Sequence[int]) -> None:
+        """Nobody changes `pages` afterwards."""
+        self._added.append(pages)
+
+    def __contains__(self, page: object) -> bool:
+        if self._added:
+            self._pages.update(*self._added)
+            self._added.clear()
+        return page in self._pages
+
+
+def _are(values: list[int], value: int, start: int, stop: int) -> bool:
+    return values[start:stop].count(value) == stop - start
+
+
+def _joined(stretches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Ascending stretches, each up to where the next does not go on."""
+    start = end = 0
+    for next_start, next_end in stretches:
+        if next_start != end:
+            if end > start:
+                yield start, end
+            start = next_start
+        end = next_end
+    if end > start:
+        yield start, end
 
 
 def _runs(pages: Iterable[int]) -> Iterator[tuple[int, int]]:

@@ -24,10 +24,12 @@ that nobody holds, and entries that no longer describe it are dropped when they 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heappushpop
 from itertools import islice
+from typing import cast
 
 import msgspec
 
@@ -82,16 +84,13 @@ class PrefixCache:
             page = node.page
         return chain
 
-    def common(self, pages: Iterable[int]) -> tuple[list[Node], int]:
+    def common(self, pages: Sequence[int]) -> tuple[list[Node], int]:
         """The nodes of a sequence's leading pages, as far as they are known, and how many of them others hold, or copy
         out, as well.
         """
-        nodes = []
-        for page in pages:
-            node = self._nodes[page]
-            if node is None:
-                break
-            nodes.append(node)
+        node_of = self._nodes.__getitem__
+        num_known = bisect_left(pages, True, key=lambda page: node_of(page) is None)  # what follows is unknown as well
+        nodes = cast("list[Node]", list(map(node_of, pages[:num_known])))
         users = (self._pool.holders[node.page] + self._pool.readers[node.page] for node in nodes)
         return nodes, next((number for number, count in enumerate(users) if count < 2), len(nodes))
 
@@ -161,7 +160,7 @@ class PrefixCache:
 
     def filled(self, pages: Iterable[int]) -> None:
         """The restore that filled `pages` has landed."""
-        for page in pages:
+        for page in pages if self._filling else ():
             if node := self._filling.pop(page, None):
                 node.is_filling = False
 
