@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -30,8 +31,19 @@ def test_combs_of_a_stretch_stand_where_its_host_pages_are() -> None:
     assert comb_table([4, 5, 9, 10, 3], 7).tolist() == [[4, 2, 5, 2, 7], [3, 1, 1, 1, 11]]
 
 
+@given(page_lists)
+def test_a_row_of_the_page_table_has_the_combs_of_the_list(pages: list[int]) -> None:
+    row = np.array([*pages, 7, 8, 9], dtype=np.int32)[: len(pages)]
+    assert torch.equal(comb_table(row, 3), comb_table(pages, 3))
+    columns = np.zeros((len(pages), 2), dtype=np.int32)
+    columns[:, 1] = pages
+    assert torch.equal(comb_table(columns[:, 1]), comb_table(pages)), "a row that is not contiguous"
+
+
 def test_what_is_no_page_list_is_named() -> None:
     with pytest.raises(ValueError, match=r"pages must be int32 \[n\] or combs int32 \[m, 5\], not torch.int64 \[2\]"):
         comb_table(torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match=r"not torch.int64 \[2\]"):
+        comb_table(np.array([1, 2]))  # type: ignore[arg-type]
     with pytest.raises((ValueError, RuntimeError), match="first_offset must not be negative"):
         comb_table([1], -1)

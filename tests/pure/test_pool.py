@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pyserve.page_runs import runs
-from pyserve.pool import Pool
+from pyserve.pool import PageSet, Pool
 
 
 def test_a_sequence_grows_into_the_next_page() -> None:
@@ -188,3 +188,63 @@ def test_pages_freed_at_once_are_given_again_as_if_freed_one_by_one() -> None:
             at_once.release([page for page in range(200) if at_once.holders[page]])
             one_by_one.release([page for page in range(200) if one_by_one.holders[page]])
     at_once.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_pages_at_once_become_what_they_would_one_by_one(seed: int) -> None:
+    """Held, read, cached and shared, in long stretches and short ones, upwards or not, up to the last page."""
+    dice = random.Random(seed)
+    pool, one_by_one = Pool(300, 4), Pool(300, 4)
+    held: list[list[int]] = []
+    read: list[list[int]] = []
+
+    def change(name: str, pages: list[int]) -> list[int]:
+        """Returns what both say that only the cache holds from now on."""
+        let_go: list[int] = getattr(pool, name)(pages) or []
+        assert let_go == [each for page in pages for each in getattr(one_by_one, name)([page]) or []]
+        return let_go
+
+    cached: set[int] = set()
+    for _ in range(500):
+        count = dice.choice([1, 3, 15, 16, 17, 40, 100])
+        if count <= pool.num_free and len(held) < 6:
+            pages = pool.allocate(count)
+            assert one_by_one.allocate(count) == pages
+            held.append(pages if dice.random() < 0.8 else pages[::-1])
+            known = held[-1][: dice.choice([0, 0, count // 2, count])]
+            change("cache", known)
+            if known and dice.random() < 0.5:
+                shared = known[: dice.randint(1, len(known))]
+                change("retain", shared)
+                held.append(shared)
+        elif held and dice.random() < 0.7:
+            pages = held.pop(dice.randrange(len(held)))
+            if dice.random() < 0.5:
+                cached.update(change("release", pages))
+            else:
+                change("start_reading", pages)
+                read.append(pages)
+        elif read:
+            cached.update(change("stop_reading", read.pop(dice.randrange(len(read)))))
+        elif cached:
+            change("evict", sorted(cached))
+            cached.clear()
+        for each in (pool, one_by_one):
+            each.check_integrity()
+        assert (pool.holders, pool.readers, pool.is_cached) == (
+            one_by_one.holders,
+            one_by_one.readers,
+            one_by_one.is_cached,
+        )
+    assert pool.num_free == one_by_one.num_free
+
+
+def test_a_set_of_pages_has_what_was_added_to_it_and_to_the_one_that_it_is_made_of() -> None:
+    pages = PageSet()
+    pages.add([3, 4])
+    more = PageSet(pages)
+    more.add([7])
+    assert 4 in more and 7 in more and 8 not in more
+    assert 4 in pages and 7 not in pages
+    pages.add([8])
+    assert 8 in pages and 8 not in more and 8 in PageSet(pages)
