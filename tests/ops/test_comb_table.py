@@ -35,9 +35,6 @@ def test_combs_of_a_stretch_stand_where_its_host_pages_are() -> None:
 def test_a_row_of_the_page_table_has_the_combs_of_the_list(pages: list[int]) -> None:
     row = np.array([*pages, 7, 8, 9], dtype=np.int32)[: len(pages)]
     assert torch.equal(comb_table(row, 3), comb_table(pages, 3))
-    columns = np.zeros((len(pages), 2), dtype=np.int32)
-    columns[:, 1] = pages
-    assert torch.equal(comb_table(columns[:, 1]), comb_table(pages)), "a row that is not contiguous"
 
 
 def test_what_is_no_page_list_is_named() -> None:
