@@ -35,8 +35,9 @@ def is_overdue(sequence: Sequence, overdue_ms: float) -> bool:
 class Policy:
     """`victim`: among those that are not the leader, the starved last, whom to park first. `restore`: who comes back
     first. `admission`: who of all the waiting is looked at first; None: in order of their places. `tokens_per_place`:
-    so many tokens of a prompt cost a place in the queue; 0: first come, first served, but for the overdue.
-    `max_passed`: how many of the waiting, at most, are looked at behind one that does not fit, and may pass it.
+    so many tokens of a prompt that the prompt cache does not have cost a place in the queue; 0: first come, first
+    served, but for the overdue. `max_passed`: how many of the waiting, at most, are looked at behind one that does not
+    fit, and may pass it.
     `predicted_tokens`: the answer that admission keeps room for, its own and those of everybody who runs; 0: nothing
     beyond the runway.
     """
@@ -64,7 +65,10 @@ class Policy:
         yield from arrivals
 
     def place(self, sequence: Sequence) -> float:
-        """Ids are in order of arrival. Who shares the prompt of another has it for nothing."""
+        """Ids are in order of arrival. Who shares the prompt of another has it for nothing, and a chat that comes back
+        has for nothing what was in the prompt cache when it came. That is looked at once: a look at every plan would
+        cost a walk through the pages of everybody in the queue.
+        """
         if not self.tokens_per_place or sequence.prompt_leader is not None:
             return sequence.id
-        return sequence.id + sequence.prompt_len / self.tokens_per_place
+        return sequence.id + (sequence.prompt_len - sequence.num_known) / self.tokens_per_place

@@ -57,6 +57,7 @@ class Sequence:
         "num_cached",
         "num_computed",
         "num_forced_parks",
+        "num_known",
         "num_parks",
         "pages",
         "parked_at_ms",
@@ -88,6 +89,7 @@ class Sequence:
         self.prompt_len = len(request.prompt)
         self.num_computed = 0  # tokens whose K and V are in its pages, or in its parked copy
         self.num_cached = 0  # prompt tokens taken from the prompt cache at admission
+        self.num_known = 0  # prompt tokens that the prompt cache had when it was submitted
         self.pages: list[int] = []  # at least ceil(num_computed / page_size); more where room is reserved
         self.num_parks = 0
         self.parked_at_ms: float | None = None

@@ -201,6 +201,20 @@ def test_a_long_prompt_lets_as_many_shorter_ones_pass_as_it_costs_places_and_no_
     assert order_of_ends(1e9, groups) == [0, 2, 3, 1, *range(4, 40)]
 
 
+def test_nobody_passes_a_chat_for_what_the_prompt_cache_has_of_it() -> None:
+    """Its next turn brings 600 tokens along and 20 new ones; who brings as many for the first time is passed."""
+    driver = driver_of(4096, num_slots=1, batch_tokens=2048, rotation_delay_ms=1e9)
+    first = driver.submit([prompt(600, 1)], 2)[0]
+    driver.run(50)
+    driver.submit([prompt(10, 99)], 10)
+    driver.iterate()
+    for tokens in (prompt(600, 2), [*first.tokens, *prompt(20, 3)], prompt(10, 4), prompt(10, 5)):
+        driver.submit([tokens], 2)
+    driver.run(500)
+    assert [each.id for each in driver.finished] == [0, 1, 3, 4, 2, 5]
+    assert driver.finished[2].num_cached >= 592
+
+
 def test_of_those_that_come_together_the_short_go_first() -> None:
     assert order_of_ends(1e9, [[prompt(len, len)] for len in (1900, 1200, 600, 10)]) == [0, 4, 3, 2, 1]
 
