@@ -96,6 +96,10 @@ class Census:
     def sequence_in_slot(self, slot: int) -> Sequence | None:
         return self._slots[slot]
 
-    def common_pages(self, sequence: Sequence) -> tuple[list[Node], int]:
-        """Its leading pages as the prompt cache knows them, and how many of them others hold or copy out as well."""
-        return self._view.cache.common(sequence.pages)
+    def known_pages(self, sequence: Sequence) -> list[Node]:
+        """Its leading pages as the prompt cache knows them."""
+        return self._view.cache.known(sequence.pages)
+
+    def num_common(self, sequence: Sequence) -> int:
+        """How many of them others hold or copy out as well."""
+        return self._view.cache.num_common(sequence.pages)

@@ -19,7 +19,9 @@ tables. A node names the page of its parent and the number of its children, and 
 of garbage need not walk the nodes, which took longer than all the rest, and giving up a long chain is not recursive.
 
 Eviction takes the least recently used leaf. Leaves wait in a heap by time of last use; a node enters when it is a leaf
-that nobody holds, and entries that no longer describe it are dropped when they surface: O(log n) amortised.
+that nobody holds, and entries that no longer describe it are dropped when they surface: O(log n) amortised. Who uses a
+page uses all before it, and the time is noted for the last one only: when that one has had its turn, so have those
+before it that nobody has let go of since.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heappushpop
-from itertools import islice
+from itertools import islice, repeat
 from typing import cast
 
 import msgspec
@@ -84,15 +86,16 @@ class PrefixCache:
             page = node.page
         return chain
 
-    def common(self, pages: Sequence[int]) -> tuple[list[Node], int]:
-        """The nodes of a sequence's leading pages, as far as they are known, and how many of them others hold, or copy
-        out, as well.
-        """
+    def known(self, pages: Sequence[int]) -> list[Node]:
+        """The nodes of a sequence's leading pages, as far as they are known."""
         node_of = self._nodes.__getitem__
         num_known = bisect_left(pages, True, key=lambda page: node_of(page) is None)  # what follows is unknown as well
-        nodes = cast("list[Node]", list(map(node_of, pages[:num_known])))
-        users = (self._pool.holders[node.page] + self._pool.readers[node.page] for node in nodes)
-        return nodes, next((number for number, count in enumerate(users) if count < 2), len(nodes))
+        return cast("list[Node]", list(map(node_of, pages[:num_known])))
+
+    def num_common(self, pages: Sequence[int]) -> int:
+        """How many of a sequence's leading pages others hold, or copy out, as well. All of these are known."""
+        holders, readers = self._pool.holders, self._pool.readers
+        return next((number for number, page in enumerate(pages) if holders[page] + readers[page] < 2), len(pages))
 
     def num_shared(
         self,
@@ -140,16 +143,18 @@ class PrefixCache:
         """
         size, known, nodes, now = self._page_size, self._known, self._nodes, self._now
         first = last = node.depth
-        while last < num_full:
-            page, key = pages[last], (node.page, tuple(tokens[last * size : (last + 1) * size]))
-            if key in known:
+        told = tokens[first * size : num_full * size]
+        for part in self._parts(told) if num_full > first + 1 else [tuple(told)] * (num_full - first):
+            page, key = pages[last], (node.page, part)
+            new = Node(key, page, last + 1, now + 1, is_filling)
+            if known.setdefault(key, new) is not new:
                 break
             now += 1
             last += 1
             node.num_children += 1
-            known[key] = nodes[page] = node = Node(key, page, last, now, is_filling)
+            nodes[page] = node = new
             if is_filling:
-                self._filling[page] = node
+                self._filling[page] = new
         self._now = now
         self._pool.cache(pages[first:last])
         return node if last >= num_full else None
@@ -160,8 +165,8 @@ class PrefixCache:
 
     def filled(self, pages: Iterable[int]) -> None:
         """The restore that filled `pages` has landed."""
-        for page in pages if self._filling else ():
-            if node := self._filling.pop(page, None):
+        if self._filling:
+            for node in filter(None, map(self._filling.pop, pages, repeat(None))):
                 node.is_filling = False
 
     def filling_pages(self) -> set[int]:
@@ -200,15 +205,16 @@ class PrefixCache:
         assert last is not None, f"page {pages[-1]} is not known"
         return last
 
-    def let_go(self, pages: Iterable[int]) -> None:
-        """Nobody holds these cached pages any more."""
+    def let_go(self, pages: Sequence[int]) -> None:
+        """Nobody holds these cached pages of one sequence any more, which are in its order."""
+        if not pages:
+            return
         self._now += 1
-        for page in pages:
-            node = self._nodes[page]
-            assert node is not None, f"page {page} is not known"
-            node.last_use = self._now
-            if not node.num_children:
-                self._offer(node)
+        node = self._nodes[pages[-1]]
+        assert node is not None, f"page {pages[-1]} is not known"
+        node.last_use = self._now  # the others, which are before it, go when it has gone
+        if not node.num_children:
+            self._offer(node)
 
     def evict(self, count: int = 1) -> list[int]:
         """Frees the `count` least recently used pages that nobody holds. There must be so many. Returns the pages."""

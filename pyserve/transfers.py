@@ -74,7 +74,7 @@ class Transfers:
         """Pages that a park of it into memory would not copy, since another park has (R11)."""
         if not self._parking.tiers.blocks:
             return 0
-        return self._parking.spared_pages(sequence, self._ledger.common_pages(sequence)[0])
+        return self._parking.spared_pages(sequence, self._ledger.known_pages(sequence))
 
     def recover(self) -> None:
         """The engine failed between a plan and its copies, and everybody has ended: nobody waits for what is not
@@ -168,7 +168,9 @@ class Transfers:
         self._post(task, Preempted(sequence.index))
         if park.tier.is_copy:
             num_pages = -(-sequence.num_computed // self._page_size)
-            chain, num_common = self._ledger.common_pages(sequence)
+            num_common = self._ledger.num_common(sequence)
+            is_chain_wanted = num_common > 0 or bool(self._parking.tiers.blocks)
+            chain = self._ledger.known_pages(sequence) if is_chain_wanted else ()
             pages = self._pages_of(sequence)[:num_pages]
             self._parking.park(sequence, pages, park.tier, chain=chain, num_common=num_common)
         else:

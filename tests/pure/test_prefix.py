@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from pyserve.pool import Pool
 from pyserve.prefix import PrefixCache
 
@@ -56,6 +60,36 @@ def test_use_makes_recent() -> None:
     leave(cache, pool, second)
     leave(cache, pool, cache.take(cache.match(numbers(0, 4), 1)))
     assert cache.evict(2) == [*second, *first]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_shared_the_leaf_goes_that_was_used_last_the_longest_ago(seed: int) -> None:
+    """Beside a cache that notes for every page when somebody let go of it last."""
+    dice = random.Random(seed)
+    pool = Pool(60)
+    cache = PrefixCache(pool, 1)
+    running: list[list[int]] = []
+    parents: dict[int, int] = {}  # of all that are cached, by page; the first have themselves
+    let_go_at: dict[int, int] = {}
+    for now in range(600):
+        if len(running) < 5 and pool.num_free >= 9:
+            pages = fill(cache, pool, dice.choices(range(2), k=dice.randint(1, 9)), size=1)
+            parents.update(zip(pages, pages[:1] + pages, strict=False))
+            running.append(pages)
+        elif running and dice.random() < 0.6:
+            pages = running.pop(dice.randrange(len(running)))
+            let_go_at.update(dict.fromkeys(pages, now))
+            leave(cache, pool, pages)
+        elif pool.num_cached:
+            count = dice.randint(1, min(pool.num_cached, 12))
+            expected = []
+            for _ in range(count):
+                inner = {parent for page, parent in parents.items() if page != parent}
+                held = {page for pages in running for page in pages}
+                expected.append(min(parents.keys() - inner - held, key=lambda page: (let_go_at[page], page)))
+                del parents[expected[-1]]
+            assert cache.evict(count) == expected
+    cache.check_integrity()
 
 
 def test_what_somebody_holds_stays() -> None:
