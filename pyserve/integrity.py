@@ -29,6 +29,9 @@ def check(view: View, slots: List[Sequence | None], filling: Mapping[int, int]) 
     assert listed == [*view.decoding.by_id], "the list of those who decode is out of date"
     short = {id for id, each in view.running.items() if view.is_short(each) and id not in view.oversized}
     assert short == view.short.keys(), "short is out of date"
+    due = {id for id, each in view.running.items() if len(each.tokens) >= view.forced_len(each)}
+    forced = due if view.forces_parks else set()
+    assert forced == view.forced.keys(), "forced is out of date"
     for each in slots:
         assert each is None or each.id in view.live or each.id in view.departing, f"{each} has left and keeps its slot"
     num_occupied = sum(each is not None for each in slots)

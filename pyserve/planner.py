@@ -56,7 +56,7 @@ def decide(view: View, now_ms: float, room: Room) -> Plan:
     """The same where it is not known beforehand that nothing is to be done."""
     draft = _Draft(view, now_ms, replace(room))
     limits = view.limits
-    if limits.is_parking_on and limits.preempt_every:
+    if view.forced:
         draft.park_forced()
     if limits.is_parking_on and limits.is_planner_on:
         draft.relieve()
@@ -94,9 +94,9 @@ class _Draft:
     # Parks
 
     def park_forced(self) -> None:
-        every = self._view.limits.preempt_every
-        for sequence in self._view.running.values():
-            if sequence.num_generated // every > sequence.num_forced_parks and sequence.id not in self._gone:
+        forced = self._view.forced
+        for id, sequence in self._view.running.items():
+            if id in forced and id not in self._gone:
                 self._park(sequence, "forced")
 
     def relieve(self) -> None:

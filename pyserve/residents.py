@@ -39,6 +39,7 @@ class Residents:
         del view.running[id]
         view.decoding.discard(id)
         view.short.pop(id, None)
+        view.forced.pop(id, None)
         view.debt -= sequence.debt
         view.entry_debt -= sequence.entry_debt
         sequence.debt = sequence.entry_debt = 0
@@ -54,10 +55,12 @@ class Residents:
     def _enter_pages(self, sequences: list[Sequence]) -> None:
         """Looks at running sequences whose tokens, or a runway of whom, may have entered a page."""
         view = self._view
-        size, context_len = view.limits.page_size, view.limits.context_len
+        size, context_len, forces_parks = view.limits.page_size, view.limits.context_len, view.forces_parks
         for sequence in sequences:
             num_tokens = len(sequence.tokens)
             sequence.next_count_len = view.next_count_len(num_tokens)
+            if forces_parks:
+                self._await_forced(sequence)
             node = sequence.cache_node
             if node is not None and node.depth < sequence.num_computed // size:
                 self._register(sequence)
@@ -66,6 +69,14 @@ class Residents:
             elif num_tokens > len(sequence.pages) * size:
                 view.short[sequence.id] = sequence
         self._set_debts(sequences)
+
+    def _await_forced(self, sequence: Sequence) -> None:
+        """Its forced park is due, or it is looked at when it is."""
+        forced_len = self._view.forced_len(sequence)
+        if len(sequence.tokens) >= forced_len:
+            self._view.forced[sequence.id] = sequence
+        elif forced_len < sequence.next_count_len:
+            sequence.next_count_len = forced_len
 
     def _set_debts(self, sequences: list[Sequence]) -> None:
         debts_of = self._view.debts_of

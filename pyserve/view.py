@@ -75,6 +75,7 @@ class View:
     running: dict[int, Sequence] = field(default_factory=dict)
     decoding: Decoding = field(default_factory=Decoding)  # running ones that have one token to compute
     short: dict[int, Sequence] = field(default_factory=dict)  # running ones without a page for their last token
+    forced: dict[int, Sequence] = field(default_factory=dict)  # running ones that are to be parked whatever the room
     preempting: dict[int, Sequence] = field(default_factory=dict)
     parked: dict[int, Sequence] = field(default_factory=dict)
     restoring: dict[int, Sequence] = field(default_factory=dict)
@@ -110,9 +111,7 @@ class View:
         """All who run decode, and a plan would do nothing beside: neither park, evict, bring back, admit nor refuse."""
         if not self.running or len(self.decoding) != len(self.running) or self.debt > self.pool.num_available:
             return False
-        if self.parked or self.oversized or (self.waiting and self.free_slots):
-            return False
-        if self.limits.preempt_every and self.limits.is_parking_on:
+        if self.parked or self.forced or self.oversized or (self.waiting and self.free_slots):
             return False
         return not self.short or self.debt <= self.pool.num_free
 
@@ -178,3 +177,11 @@ class View:
         Nothing else changes the pages that a generating sequence wants or has, so in between nobody looks.
         """
         return num_tokens + self._count_gaps[num_tokens % self.limits.page_size]
+
+    @property
+    def forces_parks(self) -> bool:
+        return self.limits.preempt_every > 0 and self.limits.is_parking_on
+
+    def forced_len(self, sequence: Sequence) -> int:
+        """The number of tokens at which it is parked whatever the room, where parks are forced (R36)."""
+        return sequence.prompt_len + (sequence.num_forced_parks + 1) * self.limits.preempt_every

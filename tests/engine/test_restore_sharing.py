@@ -19,7 +19,7 @@ from pyserve.kv_store import KvStore
 from pyserve.models.load import Model
 from pyserve.ops import CopyStream
 from pyserve.park import Ending, Landed, Parking
-from pyserve.plan import Plan
+from pyserve.plan import Plan, Rows
 from pyserve.sequence import Sequence, Tier
 from pyserve.types import SamplingParams, SequenceRequest
 from tests.engine.faults import FailedEvent, FaultyStream, GatedStream
@@ -215,18 +215,27 @@ def together(counts: list[bool], fault: Callable[[int, bool], str | None] | None
     def prepare(engine: Engine) -> None:
         ignore_speed(engine)
         ledger, parking = engine._ledger, engine._parking
-        plan, restore = ledger.plan, parking.restore
+        plan, may_repeat, restore = ledger.plan, ledger.may_repeat, parking.restore
 
-        def plan_parks(*args: Any) -> Plan:
-            while ledger.preempting() and not ledger.running():
-                engine._transfers.collect()
+        def make_due() -> None:
             if ledger.cached_pages:
                 ledger._view.cache.evict(ledger.cached_pages)
             running = ledger.running()
             is_due = all(each.num_generated >= 6 * (each.num_parks + 1) for each in running)
+            is_due = is_due and len(running) == len(ledger.live())
             for each in running:
-                each.num_forced_parks = -1 if is_due and len(running) == len(ledger.live()) else 1 << 30
+                each.num_forced_parks = -1 if is_due else 1 << 30
+            ledger._view.forced = {each.id: each for each in running} if is_due else {}
+
+        def plan_parks(*args: Any) -> Plan:
+            while ledger.preempting() and not ledger.running():
+                engine._transfers.collect()
+            make_due()
             return plan(*args)
+
+        def may_repeat_unparked(rows: Rows) -> bool:
+            make_due()
+            return may_repeat(rows)
 
         def counted(sequence: Sequence, pages: list[int], *, cached_pages: int) -> bool:
             is_copied = restore(sequence, pages, cached_pages=cached_pages)
@@ -234,6 +243,7 @@ def together(counts: list[bool], fault: Callable[[int, bool], str | None] | None
             return is_copied
 
         ledger.plan = plan_parks  # type: ignore[method-assign]
+        ledger.may_repeat = may_repeat_unparked  # type: ignore[method-assign]
         parking.restore = counted  # type: ignore[method-assign]
         if fault is not None and parking.disk is not None:
             read = parking.disk.read
