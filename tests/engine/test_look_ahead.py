@@ -102,6 +102,16 @@ def seen(outcome: Outcome) -> object:
     return outcome.tokens, outcome.finished.reason
 
 
+def test_steps_between_forced_parks_are_made_from_those_before_them(
+    model: Model, num_ahead: list[int], num_repeated: list[int]
+) -> None:
+    """As on a server that forces none."""
+    wanted = [SequenceRequest(tuple(range(3 + number, 40)), GREEDY, max_tokens=129) for number in range(2)]
+    result = run(model, [[each] for each in wanted], ctx_size=1024, parallel=2, preempt_every=32)
+    assert result.preempts == 6 and len(num_ahead) > len(num_repeated) > 64
+    assert_clean(result)
+
+
 def test_tokens_and_endings_are_those_of_one_step_at_a_time(
     model: Model, num_ahead: list[int], num_repeated: list[int]
 ) -> None:
