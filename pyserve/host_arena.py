@@ -20,7 +20,6 @@ go on being used.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import threading
@@ -31,7 +30,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pyserve.host_memory import available_bytes
-from pyserve.ops import Device
+from pyserve.ops import Device, map_memory
 
 log = logging.getLogger("pyserve.park")
 
@@ -230,12 +229,9 @@ def allocate_slab(num_bytes: int, pause: Callable[[], None] = lambda: None) -> t
     not fit.
     """
     try:
-        memory = mmap.mmap(-1, num_bytes)  # the tensor keeps it; unmapped, so really given back, with it
+        memory = map_memory(num_bytes)  # the tensor keeps it; unmapped, so really given back, with it
     except (OSError, OverflowError) as error:
         raise MemoryError(f"{num_bytes} bytes of host memory: {error}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
     slab = torch.frombuffer(memory, dtype=torch.uint8)
     for start in range(0, num_bytes, _PIECE_BYTES):
         slab[start : start + _PIECE_BYTES : mmap.PAGESIZE].zero_()  # the system clears what it gives

@@ -47,6 +47,8 @@ class Transfers:
         self._post = post
         self._page_size = ledger.limits.page_size
         self.rates = Rates(parking.page_bytes, self._page_size)
+        self._decoding: list[Sequence] = []  # as the ledger's was when it was looked at
+        self._most_pages = 0  # that one of those who run can ever hold
 
     def collect(self) -> None:
         """Take note of every copy that has ended. Never waits."""
@@ -86,7 +88,7 @@ class Transfers:
 
     def prepare(self) -> None:
         """Have host memory ready before a park needs it: once the pool is half full, as much as the smallest resident
-        can hold at most.
+        can hold at most. Where parks are forced, it need not be the smallest that is parked next.
         """
         ledger = self._ledger
         if not ledger.limits.is_parking_on:
@@ -94,9 +96,18 @@ class Transfers:
         num_running = ledger.num_running
         num_available = ledger.free_pages + ledger.cached_pages
         is_near = ledger.limits.preempt_every > 0 or (num_running > 1 and num_available * 2 < ledger.limits.num_pages)
-        self._parking.prepare(-(-ledger.limits.num_pages // num_running) if is_near and num_running else 0)
+        self._parking.prepare(self._pages_of_next() if is_near and num_running else 0)
         if self._parking.is_room_wanted:
             self._move_one_to_disk()
+
+    def _pages_of_next(self) -> int:
+        """The most that a park which comes next can take."""
+        ledger = self._ledger
+        if ledger.decoding is not self._decoding or ledger.num_running != len(self._decoding):
+            self._decoding = ledger.decoding  # somebody came or went, or computes a prompt
+            cells = max([each.max_cells for each in ledger.running()])
+            self._most_pages = -(-cells // self._page_size)
+        return min(self._most_pages, -(-ledger.limits.num_pages // ledger.num_running))
 
     def _move_one_to_disk(self) -> None:
         """The one that comes back last."""

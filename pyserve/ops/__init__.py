@@ -12,7 +12,7 @@ build.load()
 fakes.register()
 
 from pyserve.ops.device import CpuDevice, Device, PoolShape, open_device  # noqa: E402  what follows needs the extension
-from pyserve.ops.kv import allocate_pool, page_bytes  # noqa: E402
+from pyserve.ops.kv import allocate_pool, map_memory, page_bytes  # noqa: E402
 from pyserve.ops.program import (  # noqa: E402
     AttentionShape,
     Program,
@@ -56,6 +56,7 @@ __all__ = [
     "comb_table",
     "copy_pages",
     "isa",
+    "map_memory",
     "open_device",
     "pack",
     "page_bytes",

@@ -150,7 +150,8 @@ def test_what_is_kept_of_one_that_is_parked_next_is_given_up_last() -> None:
     landed = parking.landed()
     while len(landed) < 2:
         landed += parking.landed()
-    assert [(each.ending, each.num_bytes // kv.page_bytes) for each in landed] == [(Ending.DONE, 4), (Ending.DONE, 0)]
+    moved = {each.sequence: (each.ending, each.num_bytes // kv.page_bytes) for each in landed}
+    assert moved == {third: (Ending.DONE, 4), first: (Ending.DONE, 0)}
     finish(parking)
 
 
@@ -201,4 +202,27 @@ def test_memory_that_is_gone_by_then_is_no_error(
     assert result.counters.copies_failed == 0
     assert (result.counters.recomputes == 0) is has_disk
     assert (result.counters.restored_bytes > 0) is has_disk
+    assert_clean(result)
+
+
+def test_no_more_memory_is_made_ready_than_one_can_ever_hold(tiny_model: Model) -> None:
+    """However large the pool is."""
+    engines: list[Engine] = []
+    sizes: list[int] = []
+
+    def watch(engine: Engine) -> None:
+        engines.append(engine)
+        allocate = engine._parking.arena.allocate
+
+        def noted(num_bytes: int) -> torch.Tensor:
+            sizes.append(num_bytes)
+            return allocate(num_bytes)
+
+        engine._parking.arena.allocate = noted
+
+    chats = [[request(seed, 20, 60)] for seed in range(2)]
+    result = run(tiny_model, chats, prepare=watch, ctx_size=1 << 16, parallel=2, page_size=4, preempt_every=16)
+    pool_bytes = engines[0]._parking.page_bytes * (1 << 14)
+    assert result.preempts >= 6
+    assert 0 < sum(sizes) <= 2 << 20 < pool_bytes // 4
     assert_clean(result)
