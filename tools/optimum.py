@@ -11,6 +11,9 @@ first step. A certain length makes it clairvoyant. With more than one possible l
 it ends, as every server does, and the optimum is that of the expectation: no online policy is better on average, be it
 one that knows the distribution and has for ever to think.
 
+A schedule may be held to `parks_when_full`: whoever got a token gets one in every step until its end, unless those who
+should do not fit together. Then the state is also who got one in the step before.
+
 States are all combinations of numbers of tokens: five requests of at most nine are 10^5, and take seconds.
 """
 
@@ -34,22 +37,37 @@ def certain(length: int) -> list[float]:
 
 
 def optimum(
-    prompts: Sequence[int], chances: Sequence[Sequence[float]], cells: int, costs: Costs
+    prompts: Sequence[int],
+    chances: Sequence[Sequence[float]],
+    cells: int,
+    costs: Costs,
+    *,
+    parks_when_full: bool = False,
 ) -> tuple[float, float]:
     """The least expected makespan and the least expected mean completion, in milliseconds; each by a schedule of its
     own. Every request must fit alone.
     """
-    world = _World(prompts, chances, cells, costs)
-    values = np.zeros((2, world.tokens.shape[1]))
+    world = _World(prompts, chances, cells, costs, parks_when_full)
+    values = np.zeros((2, world.num_sets, world.tokens.shape[1]))
     for states in world.levels():
-        values[:, states] = world.best(states, values)
-    return float(values[0, 0]), float(values[1, 0]) / len(prompts)
+        values[:, :, states] = world.best(states, values)
+    return float(values[0, 0, 0]), float(values[1, 0, 0]) / len(prompts)
 
 
 class _World:
-    """States are numbered; request i has `tokens[i, state]` of its answer, or has ended when that is `ended[i]`."""
+    """States are numbered; request i has `tokens[i, state]` of its answer, or has ended when that is `ended[i]`. Sets
+    of requests are numbers, too: bit i is request i. The set that goes with a state is who got a token in the step
+    before and has not ended; always the empty one, where that is of no consequence.
+    """
 
-    def __init__(self, prompts: Sequence[int], chances: Sequence[Sequence[float]], cells: int, costs: Costs) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[int],
+        chances: Sequence[Sequence[float]],
+        cells: int,
+        costs: Costs,
+        parks_when_full: bool,
+    ) -> None:
         shape = tuple(len(each) + 1 for each in chances)
         self.tokens: Ints = np.indices(shape).reshape(len(shape), -1)  # [requests, states]
         self._ended = np.array([len(each) for each in chances])
@@ -58,6 +76,8 @@ class _World:
         self._prompts = np.array(prompts)[:, None]
         self._cells = cells
         self._costs = costs
+        self._parks_when_full = parks_when_full
+        self.num_sets = 1 << len(prompts) if parks_when_full else 1
         requests = range(len(prompts))
         self._choices = [list(each) for count in requests for each in combinations(requests, count + 1)]
 
@@ -72,39 +92,47 @@ class _World:
 
     def best(self, states: Ints, values: Floats) -> Floats:
         """Of the best choice in each of `states`: expected milliseconds to the end, and summed over those that have
-        not ended. [2, states]
+        not ended. [2, sets, states]
         """
         tokens = self.tokens[:, states]
         is_live = tokens < self._ended[:, None]
         weights = np.stack([np.ones(len(states)), is_live.sum(axis=0)])
         held = np.where(is_live, self._prompts + tokens, self._cells + 1)  # one that has ended is no choice
         prompt_ms = np.where(tokens == 0, self._costs.token_ms * (self._prompts - 1), 0.0)
-        least = np.full((2, len(states)), np.inf)
+        least = np.full((2, self.num_sets, len(states)), np.inf)
         for chosen in self._choices:
+            members = sum(1 << number for number in chosen)
             (fits,) = np.nonzero(held[chosen].sum(axis=0) <= self._cells)
             if fits.size:
                 step_ms = (
                     self._costs.step_ms + self._costs.row_ms * len(chosen) + prompt_ms[chosen][:, fits].sum(axis=0)
                 )
                 after = self._expected(chosen, states[fits], tokens[:, fits], values)
-                least[:, fits] = np.minimum(least[:, fits], weights[:, fits] * step_ms + after)
+                value = weights[:, fits] * step_ms + after
+                for before in range(self.num_sets):
+                    if not before & ~members:
+                        least[:, before, fits] = np.minimum(least[:, before, fits], value)
+        for before in range(1, self.num_sets):  # the empty set may choose as it likes, and so may who does not fit
+            is_full = held[[number for number in range(len(held)) if before >> number & 1]].sum(axis=0) > self._cells
+            least[:, before, is_full] = least[:, 0, is_full]
         return least
 
     def _expected(self, chosen: list[int], states: Ints, tokens: Ints, values: Floats) -> Floats:
         """What is left on average once the `chosen` have one token more, and some of them have ended. [2, states]"""
-        branches = [(np.ones(len(states)), states)]
+        branches = [(np.ones(len(states)), states, 0)]
         for number in chosen:
+            member = 1 << number if self._parks_when_full else 0
             ends = self._hazards[number][tokens[number]]
             to_end = (self._ended[number] - tokens[number]) * self._strides[number]
-            kinds = [(ends, to_end), (1 - ends, np.full(len(states), self._strides[number]))]
-            kinds = [(chance, move) for chance, move in kinds if chance.any()]
+            kinds = [(ends, to_end, 0), (1 - ends, np.full(len(states), self._strides[number]), member)]
+            kinds = [each for each in kinds if each[0].any()]
             # Where the chance is 0 the move may lead out of the world; nobody goes there.
             branches = [
-                (chance * kind, at + np.where(kind > 0, move, 0))
-                for chance, at in branches
-                for kind, move in kinds
+                (chance * kind, at + np.where(kind > 0, move, 0), before | remaining)
+                for chance, at, before in branches
+                for kind, move, remaining in kinds
             ]  # fmt: skip
-        return np.asarray(np.sum([chance * values[:, at] for chance, at in branches], axis=0))
+        return np.asarray(np.sum([chance * values[:, before, at] for chance, at, before in branches], axis=0))
 
 
 def _hazards(chances: Sequence[float]) -> Floats:

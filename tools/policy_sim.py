@@ -2,7 +2,7 @@
 
     python -m tools.policy_sim                                   # requests drawn in the shape of Azure's conversations
     python -m tools.policy_sim --trace azure-2023-conv.csv --requests 2000
-    python -m tools.policy_sim --output bench/results/policy_sim.md --draw docs/policy.svg
+    python -m tools.policy_sim --output bench/results/policy_sim.md --draw docs/policy.svg --when-full
 
 The pool is what the requests hold on average when it has no limit, divided by `--oversubscription`. Prints one row per
 policy and whether it is on the Pareto front, beside a bound that no schedule beats (bounds.py); then how far each is
@@ -25,7 +25,16 @@ from pyserve.sequence import Sequence as Held
 from tools.bounds import alone_ms, bound
 from tools.policy_chart import draw
 from tools.simulation import Costs, Outcome, Request, Simulation, conversations, read_trace, take
-from tools.small_instances import BEST_ONLINE, SCALE, Multiples, instance, ratios, scaled_costs
+from tools.small_instances import (
+    BEST_ONLINE,
+    BEST_WHEN_FULL,
+    SCALE,
+    Multiples,
+    Pair,
+    instance,
+    ratios,
+    scaled_costs,
+)
 
 TARGETS = (1.03, 1.05)  # makespan and mean completion, as multiples of the known optimum of small instances
 SHIPPED = "shipped: smallest, most parked first"
@@ -72,6 +81,7 @@ class Result:
     num_parks: float
     moved: float  # tokens copied out and back, and those computed again
     fairness: float  # Jain's index of how many times longer than alone each took; 1 is equal
+    of_bound: tuple[float, ...] = ()  # each run's makespan as a multiple of its bound
 
     @property
     def judged(self) -> tuple[float, ...]:
@@ -106,14 +116,18 @@ def pool_pages(requests: Sequence[Request], limits: Limits, costs: Costs, oversu
     return max(math.ceil(average / oversubscription), -(-largest // limits.page_size))
 
 
-def compare(runs: Sequence[tuple[list[Request], Limits]], costs: Costs, policies: dict[str, Policy]) -> list[Result]:
-    """The average over `runs` of each policy: one run's differences are half chance."""
+def compare(
+    runs: Sequence[tuple[list[Request], Limits]], bounds: Sequence[Pair], costs: Costs, policies: dict[str, Policy]
+) -> list[Result]:
+    """The average over `runs`, whose `bounds` are given, of each policy: one run's differences are half chance."""
     results = []
     for name, policy in policies.items():
         outcomes = [Simulation(limits, costs, policy).run(requests) for requests, limits in runs]
         each = [judge(*run, outcome, costs) for run, outcome in zip(runs, outcomes, strict=True)]
         most = max(max(outcome.parks) for outcome in outcomes)
-        results.append(Result(name, most, *(mean(values) for values in zip(*each, strict=True))))
+        of_bound = tuple(one.makespan_ms / least_ms for one, (least_ms, _) in zip(outcomes, bounds, strict=True))
+        result = Result(name, most, *(mean(values) for values in zip(*each, strict=True)))
+        results.append(replace(result, of_bound=of_bound))
     return results
 
 
@@ -124,16 +138,27 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def comparison_table(results: Sequence[Result], references: Sequence[Result]) -> str:
     front = pareto_front(results)
-    header = ("policy", "makespan s", "mean completion s", "p99 gap ms", "parks", "of one", "tokens moved", "fairness")
+    header = ("policy", "makespan s", "/ bound", "worst", "mean completion s", "p99 gap ms", "parks", "of one")
     rows = [
         (
-            each.name, f"{each.makespan_s:.2f}", f"{each.completion_s:.2f}", f"{each.gap_ms:.2f}",
-            f"{each.num_parks:.1f}", str(each.most_parks), f"{each.moved:,.0f}", f"{each.fairness:.4f}",
+            each.name, f"{each.makespan_s:.2f}", with_error(each.of_bound, 4), f"{max(each.of_bound):.4f}",
+            f"{each.completion_s:.2f}", f"{each.gap_ms:.2f}", f"{each.num_parks:.1f}", str(each.most_parks),
+            f"{each.moved:,.0f}", f"{each.fairness:.4f}",
             "yes" if each in front else "-" if each in references else "no",
         )
         for each in (*results, *references)
     ]  # fmt: skip
-    return table((*header, "front"), rows)
+    return table((*header, "tokens moved", "fairness", "front"), rows)
+
+
+def with_error(values: Sequence[float], num_digits: int) -> str:
+    """The mean, and its standard error where there is one."""
+    error = f" ± {standard_error(values):.{num_digits}f}" if len(values) > 1 else ""
+    return f"{mean(values):.{num_digits}f}{error}"
+
+
+def standard_error(values: Sequence[float]) -> float:
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def small_table(multiples: dict[str, list[Multiples]]) -> str:
@@ -171,6 +196,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--small", type=int, default=20, metavar="COUNT", help="small instances beside their optimum (20)"
     )
+    parser.add_argument(
+        "--when-full", action="store_true", help="beside them, what is possible to who parks only when the pool is full"
+    )
     parser.add_argument("--output", type=Path, help="write the tables there as well")
     parser.add_argument("--draw", type=Path, help="an SVG of the first table")
     for name in ("step_ms", "row_ms", "token_ms", "copy_gb_s"):
@@ -196,20 +224,20 @@ def report(options: argparse.Namespace, command: str) -> tuple[str, str]:
     """The tables and the drawing."""
     costs = Costs(options.step_ms, options.row_ms, options.token_ms, options.copy_gb_s)
     runs = [limited(requests, options, costs) for requests in request_lists(options)]
-    results, references = compare(runs, costs, POLICIES), compare(runs, costs, REFERENCES)
+    bounds = [bound(requests, costs, limits) for requests, limits in runs]
+    results, references = (compare(runs, bounds, costs, policies) for policies in (POLICIES, REFERENCES))
     where = options.trace.name if options.trace else f"drawn with seeds from {options.seed} on"
     is_on_front = SHIPPED in (each.name for each in pareto_front(results))
-    bounds = [bound(requests, costs, limits) for requests, limits in runs]
-    makespan_s, completion_s = (mean(values) / 1e3 for values in zip(*bounds, strict=True))
-    shipped = results[0]
+    sizes = sorted(limits.num_pages for _, limits in runs)
+    pools = f"{sizes[0]} to {sizes[-1]}" if len(runs) > 1 else str(sizes[0])
     text = f"""# Policies
 
 `python -m tools.policy_sim {command}`
 
 The average of {len(runs)} runs of {options.requests} requests each ({where}) through the real ledger in simulated time.
-Pools of {", ".join(str(limits.num_pages) for _, limits in runs)} pages of 16 cells: what the requests hold
-on average without a limit, divided by {options.oversubscription}. {options.slots} slots, {costs.step_ms} ms a step,
-{costs.row_ms} ms a row, {costs.token_ms} ms a prompt token, copies at {costs.copy_gb_s} GB/s.
+Pools of {pools} pages of 16 cells: what the requests hold on average without a limit, divided by
+{options.oversubscription}. {options.slots} slots, {costs.step_ms} ms a step, {costs.row_ms} ms a row,
+{costs.token_ms} ms a prompt token, copies at {costs.copy_gb_s} GB/s.
 
 {comparison_table(results, references)}
 
@@ -218,20 +246,30 @@ tokens moved, fairness) and better in one; the averages are compared as they are
 The shipped policy is {"" if is_on_front else "not "}on the Pareto front. "Of one": the most parks of one request in any
 run; not judged. The last row is no policy that a server could have, and stands beside the front.
 
-The bound: no schedule has a makespan below {makespan_s:.2f} s or a mean completion below {completion_s:.2f} s here, be
-it one that knows every arrival and every length in advance. It is given the machine (the costs, the pages of the pool,
-how many a sequence takes) and more: any part of a step can be worked on at any time, and parks and restores cost
-nothing. The shipped policy is at {shipped.makespan_s / makespan_s:.3f} times the one and
-{shipped.completion_s / completion_s:.2f} times the other. The same server, if it knew every answer and served the least
-work first, would be at {references[0].completion_s / completion_s:.2f} times the mean completion.
-"""
+{bound_report(results[0], references[0], bounds)}"""
     if options.small:
         text += small_report(options, scaled_costs(costs))
     return text, drawing(results)
 
 
+def bound_report(shipped: Result, clairvoyant: Result, bounds: Sequence[Pair]) -> str:
+    makespan_s, completion_s = (mean(values) / 1e3 for values in zip(*bounds, strict=True))
+    num_above = sum(each > TARGETS[0] for each in shipped.of_bound)
+    return f"""The bound: on average over these runs, no schedule has a makespan below {makespan_s:.2f} s or a mean
+completion below {completion_s:.2f} s, be it one that knows every arrival and every length in advance. It is given the
+machine (the costs, the pages of the pool, how many a sequence takes) and more: any part of a step can be worked on at
+any time, and parks and restores cost nothing. "/ bound": each run's makespan as a multiple of that run's bound, their
+mean with its standard error, and the worst of them. The shipped policy is at {with_error(shipped.of_bound, 4)} times
+the bound on the makespan (the target is {TARGETS[0]}; {num_above} of {len(bounds)} runs are above it, the worst at
+{max(shipped.of_bound):.4f}) and at {shipped.completion_s / completion_s:.2f} times that on the mean completion. The
+same server, if it knew every answer and served the least work first, would be at
+{clairvoyant.completion_s / completion_s:.2f} times that on the mean completion.
+"""
+
+
 def small_report(options: argparse.Namespace, costs: Costs) -> str:
-    smalls = [instance(seed, costs, options.oversubscription) for seed in range(options.small)]
+    numbers = range(options.small)
+    smalls = [instance(each, costs, options.oversubscription, is_when_full=options.when_full) for each in numbers]
     multiples = ratios(smalls, costs, POLICIES | REFERENCES)
     best = multiples[BEST_ONLINE]
     (best_span, best_completion, _, _), (span, completion, span_online, completion_online) = (
@@ -249,10 +287,25 @@ need not reach together. "Worst": of the instances.
 
 The targets are {TARGETS[0]} times the makespan and {TARGETS[1]} times the mean completion of the known optimum. On
 average over these instances no policy that does not know the answers gets below {best_span:.3f} and
-{best_completion:.3f} (standard errors {_error(best, 0):.3f} and {_error(best, 1):.3f}, draws and instances): the first
+{best_completion:.3f} (standard errors {error(best, 0):.3f} and {error(best, 1):.3f}, draws and instances): the first
 target is {_reach(best_span, TARGETS[0])}, the second {_reach(best_completion, TARGETS[1])}.
 The shipped policy is at {span:.3f} and {completion:.3f}; of the best that is possible without knowing, it is at
 {span_online:.3f} and {completion_online:.3f} times.
+{when_full_report(multiples) if options.when_full else ""}"""
+
+
+def when_full_report(multiples: dict[str, list[Multiples]]) -> str:
+    """Which parts the shipped policy's distance from the known optimum has."""
+    unknown, when_full, shipped = (
+        [each.of_known[0] for each in multiples[name]] for name in (BEST_ONLINE, BEST_WHEN_FULL, SHIPPED)
+    )
+    kept = [one / other for one, other in zip(when_full, unknown, strict=True)]
+    rest = [one / other for one, other in zip(shipped, when_full, strict=True)]
+    return f"""
+Who parks only when those who run do not fit gives up what could be won by parking without need, so that all advance
+side by side. The shipped policy's makespan is the product of three: not knowing the answers
+({with_error(unknown, 3)}), parking only when full ({with_error(kept, 3)}), and the rest, which is whom to admit and to
+park, and when, what the copies cost, and turns ({with_error(rest, 3)}).
 """
 
 
@@ -263,14 +316,19 @@ def averages(multiples: Sequence[Multiples]) -> tuple[float, float, float, float
     return span, completion, span_online, completion_online
 
 
-def _error(multiples: Sequence[Multiples], kind: int) -> float:
-    """Standard error of the average."""
-    values = [each.of_known[kind] for each in multiples]
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+def error(multiples: Sequence[Multiples], kind: int) -> float:
+    """Standard error of the average multiple of the known optimum."""
+    return standard_error([each.of_known[kind] for each in multiples])
 
 
 def _reach(best: float, target: float) -> str:
     return "out of reach for any of them" if best > target else "within reach of the best of them"
+
+
+def notes(path: Path) -> str:
+    """What was written by hand in the report that is there: all from its first heading below the title on."""
+    _, heading, rest = path.read_text().partition("\n## ") if path.exists() else ("", "", "")
+    return heading + rest
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -279,7 +337,7 @@ def main(arguments: Sequence[str]) -> None:
     text, picture = report(options, command)
     print(text)
     if options.output is not None:
-        options.output.write_text(text)
+        options.output.write_text(text + notes(options.output))
     if options.draw is not None:
         options.draw.write_text(picture)
 

@@ -23,6 +23,7 @@ NUM_REQUESTS = 5
 NUM_DRAWS = 60  # of answers, for each instance
 NUM_SHARES = 10_000  # at which the distribution of answers is looked at
 BEST_ONLINE = "the best that any policy can do without knowing the answers"
+BEST_WHEN_FULL = "the best that parks only when full, without knowing the answers"
 
 Pair = tuple[float, float]  # makespan and mean completion
 
@@ -36,6 +37,7 @@ class Small:
     cells: int
     known: Pair  # the optimum when the answers are known
     unknown: Pair  # when only their distribution is
+    when_full: Pair | None = None  # the same for schedules that park only when those who run do not fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,9 @@ def scaled_costs(costs: Costs) -> Costs:
     return Costs(*ms, costs.copy_gb_s, costs.token_bytes * SCALE)
 
 
-def instance(seed: int, costs: Costs, oversubscription: float) -> Small:
+def instance(seed: int, costs: Costs, oversubscription: float, *, is_when_full: bool = False) -> Small:
     """`costs` are scaled. The pool is what all hold at their end on average, divided by `oversubscription`, but every
-    request fits alone.
+    request fits alone. `is_when_full`: with the optimum of schedules that park only then, which takes longest.
     """
     counts = Counter(scaled(length_at(ANSWERS, (number + 0.5) / NUM_SHARES)) for number in range(NUM_SHARES))
     chances = [counts[length] / NUM_SHARES for length in range(1, max(counts) + 1)]
@@ -67,12 +69,19 @@ def instance(seed: int, costs: Costs, oversubscription: float) -> Small:
     wanted = sum(prompts) + mean(sum(each) for each in draws)
     cells = max(max(prompts) + len(chances), round(wanted / oversubscription))
     known = _mean([optimum(prompts, [certain(each) for each in answers], cells, costs) for answers in draws])
-    return Small(prompts, draws, cells, known, optimum(prompts, [chances] * NUM_REQUESTS, cells, costs))
+    unknown = optimum(prompts, [chances] * NUM_REQUESTS, cells, costs)
+    when_full = None
+    if is_when_full:
+        when_full = optimum(prompts, [chances] * NUM_REQUESTS, cells, costs, parks_when_full=True)
+    return Small(prompts, draws, cells, known, unknown, when_full)
 
 
 def ratios(smalls: Sequence[Small], costs: Costs, policies: Mapping[str, Policy]) -> dict[str, list[Multiples]]:
-    """For each policy, and for the optimum that does not know the answers, its multiples in each instance."""
+    """For each policy, and for the optima that do not know the answers, its multiples in each instance."""
     result = {BEST_ONLINE: [_multiples(each.unknown, each) for each in smalls]}
+    when_full = [_multiples(each.when_full, each) for each in smalls if each.when_full is not None]
+    if when_full:
+        result[BEST_WHEN_FULL] = when_full
     for name, policy in policies.items():
         result[name] = [_multiples(run(each, costs, policy), each) for each in smalls]
     return result

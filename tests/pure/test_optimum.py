@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from functools import cache
-from itertools import product
+from itertools import combinations, product
 from statistics import mean
 
 import pytest
 
 from pyserve.ledger import Limits
 from pyserve.policy import Policy
+from tools.bounds import bound
 from tools.optimum import certain, optimum
 from tools.policy_sim import POLICIES, REFERENCES
 from tools.simulation import Costs, Request, Simulation
@@ -84,6 +87,63 @@ def test_who_does_not_know_the_answers_does_no_better(prompts: list[int], chance
     unknown = optimum(prompts, [chances] * len(prompts), cells, COSTS)
     assert unknown[0] >= known[0] - 1e-6 and unknown[1] >= known[1] - 1e-6
     assert len(prompts) == 2 or unknown != pytest.approx(known), "and sometimes worse"
+
+
+def test_the_bound_on_a_trace_never_exceeds_the_optimum() -> None:
+    """Where everybody comes at once and every prompt is one chunk, both are of the same machine."""
+    dice = random.Random(5)
+    tightness = []
+    for _ in range(60):
+        count = dice.randint(1, 4)
+        prompts, answers = ([dice.randint(1, most) for _ in range(count)] for most in (12, 6))
+        cells = max(map(sum, zip(prompts, answers, strict=True))) + dice.randint(0, 8)
+        costs = Costs(dice.choice([1.0, 10.0]), dice.choice([0.0, 1.0, 5.0]), dice.choice([0.0, 0.5, 5.0]))
+        limits = Limits(cells, 1, count, 1000)
+        requests = [Request(0.0, *lengths) for lengths in zip(prompts, answers, strict=True)]
+        best = optimum(prompts, [certain(each) for each in answers], cells, costs)
+        tightness.append([least / most for least, most in zip(bound(requests, costs, limits), best, strict=True)])
+        assert max(tightness[-1]) <= 1 + 1e-9
+    assert min(mean(each) for each in zip(*tightness, strict=True)) > 0.85
+
+
+def by_hand(prompts: list[int], answers: list[int], cells: int) -> tuple[float, float]:
+    """Known answers, all schedules that park only when those who run do not fit, one by one."""
+
+    def ways(tokens: tuple[int, ...], before: frozenset[int]) -> Iterator[tuple[float, float]]:
+        live = [number for number, answer in enumerate(answers) if tokens[number] < answer]
+        if not live:
+            yield 0.0, 0.0
+        held = {number: prompts[number] + tokens[number] for number in live}
+        must = before.intersection(live)
+        if sum(held[number] for number in must) > cells:
+            must = frozenset()
+        for chosen in (frozenset(each) for size in range(1, len(live) + 1) for each in combinations(live, size)):
+            if must <= chosen and sum(held[number] for number in chosen) <= cells:
+                new = sum(prompts[number] - 1 for number in chosen if not tokens[number])
+                step_ms = COSTS.step_ms + COSTS.row_ms * len(chosen) + COSTS.token_ms * new
+                after = tuple(count + (number in chosen) for number, count in enumerate(tokens))
+                for span, ends in ways(after, chosen):
+                    yield span + step_ms, ends + len(live) * step_ms
+
+    spans, ends = zip(*ways((0,) * len(prompts), frozenset()), strict=True)
+    return min(spans), min(ends) / len(prompts)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "answers", "cells"),
+    [([1, 1, 1], [4, 3, 2], 7), ([2, 1, 3], [1, 4, 2], 6), ([3, 3], [3, 3], 7), ([1, 1, 1], [3, 3, 3], 6)],
+)
+def test_who_parks_only_when_full_keeps_to_it(prompts: list[int], answers: list[int], cells: int) -> None:
+    found = optimum(prompts, [certain(each) for each in answers], cells, COSTS, parks_when_full=True)
+    assert found == pytest.approx(by_hand(prompts, answers, cells))
+
+
+def test_parking_without_need_may_win() -> None:
+    """Three of which two fit: a turn each, and all three end with nobody alone in a step."""
+    prompts, chances = [3, 3, 3], [certain(2)] * 3
+    free, held = (optimum(prompts, chances, 8, COSTS, parks_when_full=when_full)[0] for when_full in (False, True))
+    rows_ms = 6 * COSTS.row_ms + 3 * 2 * COSTS.token_ms
+    assert (free, held) == pytest.approx((3 * COSTS.step_ms + rows_ms, 4 * COSTS.step_ms + rows_ms))
 
 
 def test_a_policy_is_told_as_multiples_of_both_optima() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from pyserve.ledger import Limits
 from tools import policy_sim
-from tools.bounds import Shares, alone_ms, bound, shortest_remaining_first
+from tools.bounds import Shares, alone_ms, bound, one_machine
 from tools.liveness_nightly import azure_shaped
 from tools.policy_chart import draw
 from tools.policy_sim import POLICIES, REFERENCES, SHIPPED, Result, pareto_front
@@ -81,9 +81,15 @@ def test_drawn_requests_have_the_shape_of_the_trace() -> None:
     assert 20_000 / requests[-1].arrival_ms * 1e3 == pytest.approx(5.5, rel=0.05)
 
 
-def test_shortest_remaining_first() -> None:
-    # The second passes the first, which has 8 left when it comes; the third waits for both.
-    assert shortest_remaining_first([0.0, 2.0, 9.0], [10.0, 3.0, 7.0]) == [13.0, 3.0, 11.0]
+def test_one_machine_works_off_what_is_least_first() -> None:
+    """The second passes the first, which has 8 left when it comes; the third waits for both, or passes the first."""
+    arrivals, works = [0.0, 2.0, 9.0], [10.0, 3.0, 7.0]
+    times = one_machine(arrivals, works, is_by_remaining=True)
+    assert [end for end, _ in times] == [13.0, 3.0, 11.0]
+    assert [middle for _, middle in times] == pytest.approx([(2 * 1.0 + 8 * 9.0) / 10, 1.5, 7.5])
+    times = one_machine(arrivals, works, is_by_remaining=False)
+    assert [end for end, _ in times] == [20.0, 3.0, 7.0]
+    assert [middle for _, middle in times] == pytest.approx([(2 * 1.0 + 4 * 7.0 + 4 * 18.0) / 10, 1.5, 3.5])
 
 
 @pytest.mark.parametrize("name", POLICIES | REFERENCES)
@@ -115,6 +121,23 @@ def test_the_bound_is_reached_by_requests_that_fill_the_pool_alone() -> None:
     limits = limits_of(1)
     outcome = Simulation(limits, COSTS).run(requests)
     assert bound(requests, COSTS, limits) == pytest.approx((outcome.makespan_ms, mean(outcome.completions)))
+
+
+def test_the_bound_is_reached_where_one_slot_serves_one_after_another() -> None:
+    """Most of them come after a pause, which the bound knows of."""
+    requests = [Request(0.0, 1, 15), *[Request(500.0, 1, 15)] * 3]
+    limits = limits_of(100, num_slots=1)
+    outcome = Simulation(limits, COSTS).run(requests)
+    assert bound(requests, COSTS, limits) == pytest.approx((outcome.makespan_ms, mean(outcome.completions)))
+
+
+def test_the_bound_on_completions_knows_that_nobody_gets_a_token_a_moment() -> None:
+    """Two that fill the pool together: each alone, or one machine, would be done sooner on average."""
+    requests = [Request(0.0, 1, 15)] * 6
+    limits = limits_of(2)
+    one_by_one = [sum(alone_ms(each, COSTS, 64) for each in requests[:count]) / 2 for count in range(1, 7)]
+    assert bound(requests, COSTS, limits)[1] > mean(one_by_one)
+    assert bound(requests, COSTS, limits)[1] <= mean(Simulation(limits, COSTS).run(requests).completions)
 
 
 def test_shares_add_up_step_by_step() -> None:
@@ -152,9 +175,15 @@ def test_the_report_says_whether_the_shipped_policy_is_on_the_front(tmp_path: Pa
     drawn = tmp_path / "drawn.svg"
     policy_sim.main(["--requests", "30", "--runs", "2", "--small", "0", "--output", str(report), "--draw", str(drawn)])
     text = report.read_text()
+    report.write_text(text + "\n## By hand\n\nKept.\n")
+    policy_sim.main(["--requests", "5", "--runs", "1", "--small", "0", "--output", str(report)])
+    assert report.read_text().endswith("\n\n## By hand\n\nKept.\n") and report.read_text().startswith("# Policies\n")
     assert drawn.read_text().count("<circle") == 6 * len(POLICIES)
     assert all(f"| {name} |" in text for name in POLICIES)
     assert "on the Pareto front." in text
+    (shipped,) = [line.split(" | ") for line in text.splitlines() if line.startswith(f"| {SHIPPED} |")]
+    of_bound, error = map(float, shipped[2].split(" ± "))
+    assert 1 <= of_bound <= float(shipped[3]) and error < of_bound - 1 + 0.5
 
 
 def test_nobody_is_parked_often_on_a_short_night() -> None:
