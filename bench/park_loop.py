@@ -33,6 +33,7 @@ PARK_EVERY = 4
 PARTS = (
     "park: plan", "park: apply", "park: post the copy", "park: the copy has landed",
     "restore: plan", "restore: apply", "restore: post the copy", "restore: the copy has landed",
+    "each step then",
 )  # fmt: skip
 
 
@@ -60,9 +61,7 @@ class OnePark:
     def round(self) -> None:
         """Once out and back."""
         while self.sequence.num_generated // PARK_EVERY <= self.sequence.num_forced_parks:
-            plan = self._apply(self._plan())
-            self._runner.prepare(plan.rows)
-            self.ledger.step_done(plan.rows, [7] * len(plan.rows))
+            self._time("each step then", self._step)
         self._transfers.prepare()
         while self.parking.arena.is_growing:
             self.parking.landed()
@@ -78,6 +77,11 @@ class OnePark:
             copy.wait(60)
         self._time(f"{way}: the copy has landed", self._transfers.collect)
         assert self.sequence.state is state and (not plan.restores or plan.restores[0].tier.is_copy)
+
+    def _step(self) -> None:
+        plan = self._apply(self._plan())
+        self._runner.prepare(plan.rows)
+        self.ledger.step_done(plan.rows, [7] * len(plan.rows))
 
     def _plan(self) -> Plan:
         return self._transfers.plan(time.monotonic())

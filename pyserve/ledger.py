@@ -187,7 +187,7 @@ class Ledger(Census):
         """The copy back is done, as are those that fill pages which it shares: the sequence runs again."""
         self._incoming.filled(sequence)
         if self._end_restore(sequence):
-            self._residents.start(sequence)
+            self._residents.resume(sequence)
 
     def restore_failed(self, sequence: Sequence, kept_in: Tier | None = None) -> None:
         """The copy back failed, or one that fills pages which it shares. The sequence runs as a prompt, from the pages
@@ -254,8 +254,7 @@ class Ledger(Census):
         if state is State.WAITING:
             view.waiting.remove(sequence)
         elif state is State.RUNNING:
-            self._residents.stop(sequence)
-            self._residents.release(sequence)
+            self._residents.end(sequence)
             self._free_slot(sequence)
         elif state is State.PREEMPTED:
             del view.parked[sequence.id]

@@ -194,14 +194,14 @@ class Pool:
         only_cached: list[int] = []
         freed: list[tuple[int, int]] = []
         for start, stop in self._stretches(pages):
-            num_cached = is_cached.count(True, start, stop)
-            if num_cached == stop - start:
-                only_cached += self._numbers[start:stop]
-            elif not num_cached:
-                freed.append((start, stop))
-            else:
-                only_cached += [page for page in range(start, stop) if is_cached[page]]
-                freed += [(page, page + 1) for page in range(start, stop) if not is_cached[page]]
+            while start < stop:  # up to where those that are cached begin, or end
+                end = is_cached.find(not is_cached[start], start, stop)
+                end = stop if end < 0 else end
+                if is_cached[start]:
+                    only_cached += self._numbers[start:end]
+                else:
+                    freed.append((start, end))
+                start = end
         self.num_cached += len(only_cached)
         for start, stop in _joined(sorted(freed)):
             self._free(start, stop - start)

@@ -30,7 +30,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heappushpop
-from itertools import islice, repeat
+from itertools import islice
 from typing import cast
 
 import msgspec
@@ -164,10 +164,12 @@ class PrefixCache:
         return zip(*[iter(tokens)] * self._page_size, strict=False)  # so many from the one iterator each time
 
     def filled(self, pages: Iterable[int]) -> None:
-        """The restore that filled `pages` has landed."""
-        if self._filling:
-            for node in filter(None, map(self._filling.pop, pages, repeat(None))):
-                node.is_filling = False
+        """The restore that filled `pages` has landed; the first of them are those that were made known."""
+        for page in pages:
+            node = self._filling.pop(page, None)
+            if node is None:
+                return
+            node.is_filling = False
 
     def filling_pages(self) -> set[int]:
         return set(self._filling)

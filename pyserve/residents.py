@@ -3,6 +3,10 @@
 The ledger calls this, nobody else. In the steady state a step costs each sequence the append of its token; its pages,
 debts and cache entries are looked at only where its tokens or a runway enter a page (`_enter_pages`). While the same
 sequences decode, step after step, `Visits` knows which those are, and nobody asks the others.
+
+The prompt cache is told of a page when it is full. Whoever comes back by a copy brings thousands at once: those that
+another begins with as well are made known before they are filled (incoming.py), the rest step by step once it runs, or
+when it ends.
 """
 
 from __future__ import annotations
@@ -12,10 +16,11 @@ from collections.abc import Sequence as Items
 
 from pyserve.decoding import Visits
 from pyserve.plan import Rows
-from pyserve.prefix import Node
+from pyserve.prefix import Node, num_common_pages
 from pyserve.sequence import Sequence, State
 from pyserve.view import View
 
+TOLD_AT_ONCE = 2048  # pages of one who has come back: some 1.3 ms of the loop
 EVICTED_AHEAD = 128  # tokens of room that are made for each running sequence when any is needed
 EVICTED_AT_ONCE = 768  # pages at most for that room: some 0.6 ms of the loop where pages are small
 
@@ -28,14 +33,29 @@ class Residents:
         self.num_evicted = 0  # pages, ever
         self.evicted_ahead = EVICTED_AHEAD
         self._visits = Visits([])  # of those in the last step
+        self._partly_told: set[int] = set()  # ids of those who came back, until the cache knows all their pages
 
     def start(self, sequence: Sequence) -> None:
         sequence.state = State.RUNNING
         self._view.running[sequence.id] = sequence
         self._look_at(sequence)
 
+    def resume(self, sequence: Sequence) -> None:
+        """It runs again, on pages that a copy has filled."""
+        self._register(sequence, self._num_in_common(sequence))
+        self._partly_told.add(sequence.id)
+        self.start(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        """It is over: the prompt cache may keep what it leaves."""
+        if sequence.id in self._partly_told:
+            self._register(sequence, sequence.num_computed // self._view.limits.page_size)
+        self.stop(sequence)
+        self.release(sequence)
+
     def stop(self, sequence: Sequence) -> None:
         view, id = self._view, sequence.id
+        self._partly_told.discard(id)
         del view.running[id]
         view.decoding.discard(id)
         view.short.pop(id, None)
@@ -62,8 +82,10 @@ class Residents:
             if forces_parks:
                 self._await_forced(sequence)
             node = sequence.cache_node
-            if node is not None and node.depth < sequence.num_computed // size:
-                self._register(sequence)
+            if node is not None and (num_full := sequence.num_computed // size) > node.depth:
+                if sequence.id in self._partly_told:
+                    num_full = self._next_told(sequence, node.depth, num_full)
+                self._register(sequence, num_full)
             if num_tokens > context_len:
                 view.oversized[sequence.id] = sequence
             elif num_tokens > len(sequence.pages) * size:
@@ -204,13 +226,28 @@ class Residents:
     def announce(self, sequence: Sequence) -> None:
         """Those who come back after it may take the pages that its restore fills."""
         if self._view.match_limit(sequence):
-            self._register(sequence, is_filling=True)
+            self._register(sequence, self._num_in_common(sequence), is_filling=True)
 
-    def _register(self, sequence: Sequence, is_filling: bool = False) -> None:
+    def _num_in_common(self, sequence: Sequence) -> int:
+        """How many of its full pages another begins with as well who has not ended."""
+        size, found = self._view.limits.page_size, 0
+        for other in self._view.live.values():
+            if other is not sequence:
+                num_pages = min(sequence.num_computed, len(other.tokens)) // size
+                found = num_common_pages(other.tokens, sequence.tokens, size, num_pages, beyond=found)
+        return found
+
+    def _next_told(self, sequence: Sequence, num_told: int, num_full: int) -> int:
+        """How many of its full pages the prompt cache is to know of now; it knows `num_told`."""
+        if num_full > num_told + TOLD_AT_ONCE:
+            return num_told + TOLD_AT_ONCE
+        self._partly_told.discard(sequence.id)
+        return num_full
+
+    def _register(self, sequence: Sequence, num_full: int, *, is_filling: bool = False) -> None:
         """Tells the prompt cache which pages are full, or will be."""
         node = sequence.cache_node
         if node is not None:
-            num_full = sequence.num_computed // self._view.limits.page_size
             sequence.cache_node = self._view.cache.register(
                 node, sequence.tokens, sequence.pages, num_full, is_filling=is_filling
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pyserve import residents
 from pyserve.sequence import Sequence, State, Tier
 from tests.pure.pool_driver import Driver
 from tests.pure.test_liveness import driver_of, prompt, until_parked
@@ -65,6 +66,47 @@ def test_a_cancel_during_a_restore_takes_effect_when_the_copy_lands(is_failed: b
     assert not small.pages and driver.ledger.transfer_pages == 0
     driver.run(300)
     driver.check_all_ended()
+
+
+def back_from_a_park(monkeypatch: pytest.MonkeyPatch) -> tuple[Driver, Sequence]:
+    """A sequence that runs again, most of whose pages the prompt cache has not been told of yet."""
+    monkeypatch.setattr(residents, "TOLD_AT_ONCE", 2)
+    driver, small = parked_beside_a_leader()
+    driver.land(small.id)
+    driver.ledger._view.cache.evict(driver.ledger.cached_pages)
+    until_restoring(driver, small)
+    driver.land(small.id)
+    assert small.state is State.RUNNING and num_known(driver, small) == 2
+    return driver, small
+
+
+def num_full(driver: Driver, sequence: Sequence) -> int:
+    return sequence.num_computed // driver.ledger.limits.page_size
+
+
+def num_known(driver: Driver, sequence: Sequence) -> int:
+    """Pages that the prompt cache would give to one with the same tokens."""
+    return len(driver.ledger._view.cache.match(sequence.tokens, num_full(driver, sequence)))
+
+
+def test_pages_that_come_back_are_told_to_the_prompt_cache_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, small = back_from_a_park(monkeypatch)
+    for _ in range(200):
+        before = num_known(driver, small)
+        driver.iterate()
+        if small.state is not State.RUNNING or num_known(driver, small) == num_full(driver, small):
+            break
+        assert num_known(driver, small) <= before + 2
+    assert small.state is State.RUNNING and num_known(driver, small) == num_full(driver, small)
+    driver.run(300)
+    driver.check_all_ended()
+
+
+def test_what_has_come_back_and_ends_at_once_is_all_there_for_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, small = back_from_a_park(monkeypatch)
+    driver.cancel(small)
+    assert num_known(driver, small) == num_full(driver, small) > 4
+    driver.ledger.check_integrity()
 
 
 def test_a_cancel_of_a_parked_one_frees_its_slot_at_once() -> None:
