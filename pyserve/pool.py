@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
-_SHORT = 16  # pages that are looked at one by one at the end of a stretch
+_LONG = 64  # pages that follow each other, from which on they are quicker changed together than one by one
 
 
 class Pool:
@@ -107,14 +107,14 @@ class Pool:
         """A sequence lets go of `pages`. Returns those that only the cache holds from now on, in the order given."""
         holders, readers = self.holders, self.readers
         let_go: list[int] = []
-        for start, stop in self._stretches(pages):
-            if _are(holders, 1, start, stop) and _are(readers, 0, start, stop):  # nobody else's, as most are
-                holders[start:stop] = [0] * (stop - start)
-                let_go += self._numbers[start:stop]
+        for part in self._parts(pages):
+            if _are(holders, 1, part) and _are(readers, 0, part):  # nobody else's, as most are
+                _set(holders, 0, part)
+                let_go += self._numbers[part[0] : part[-1] + 1]
                 continue
-            for page in range(start, stop):
-                holders[page] -= 1
-                if not holders[page]:
+            for page in part:
+                left = holders[page] = holders[page] - 1
+                if not left:
                     if readers[page]:
                         self.num_leaving += 1
                     else:
@@ -124,30 +124,30 @@ class Pool:
     def start_reading(self, pages: Sequence[int]) -> None:
         """A sequence lets go of `pages`, which a copy goes on reading."""
         holders, readers = self.holders, self.readers
-        for start, stop in self._stretches(pages):
-            if _are(holders, 1, start, stop) and _are(readers, 0, start, stop):
-                holders[start:stop] = [0] * (stop - start)
-                readers[start:stop] = [1] * (stop - start)
-                self.num_leaving += stop - start
+        for part in self._parts(pages):
+            if _are(holders, 1, part) and _are(readers, 0, part):
+                _set(holders, 0, part)
+                _set(readers, 1, part)
+                self.num_leaving += len(part)
                 continue
-            for page in range(start, stop):
+            for page in part:
                 readers[page] += 1
-                holders[page] -= 1
-                if not holders[page]:
+                left = holders[page] = holders[page] - 1
+                if not left:
                     self.num_leaving += 1
 
     def stop_reading(self, pages: Sequence[int]) -> list[int]:
         """The copy is done. Returns the pages that only the cache holds from now on, in the order given."""
         holders, readers = self.holders, self.readers
         let_go: list[int] = []
-        for start, stop in self._stretches(pages):
-            if _are(readers, 1, start, stop) and _are(holders, 0, start, stop):
-                readers[start:stop] = [0] * (stop - start)
-                let_go += self._numbers[start:stop]
+        for part in self._parts(pages):
+            if _are(readers, 1, part) and _are(holders, 0, part):
+                _set(readers, 0, part)
+                let_go += self._numbers[part[0] : part[-1] + 1]
                 continue
-            for page in range(start, stop):
-                readers[page] -= 1
-                if not holders[page] and not readers[page]:
+            for page in part:
+                left = readers[page] = readers[page] - 1
+                if not left and not holders[page]:
                     let_go.append(page)
         self.num_leaving -= len(let_go)
         return self._let_go(let_go)
@@ -192,41 +192,48 @@ class Pool:
         """Nobody holds or reads these pages any more, so they become cached or free. Returns those that are cached."""
         is_cached = self.is_cached
         only_cached: list[int] = []
-        freed: list[tuple[int, int]] = []
-        for start, stop in self._stretches(pages):
+        freed: list[int] = []
+        for part in self._parts(pages):
+            if isinstance(part, list):
+                only_cached += [page for page in part if is_cached[page]]
+                freed += [page for page in part if not is_cached[page]]
+                continue
+            start, stop = part.start, part.stop
             while start < stop:  # up to where those that are cached begin, or end
                 end = is_cached.find(not is_cached[start], start, stop)
                 end = stop if end < 0 else end
                 if is_cached[start]:
                     only_cached += self._numbers[start:end]
                 else:
-                    freed.append((start, end))
+                    self._free(start, end - start)
                 start = end
         self.num_cached += len(only_cached)
-        for start, stop in _joined(sorted(freed)):
-            self._free(start, stop - start)
+        self._free_all(freed)
         return only_cached
 
-    def _stretches(self, pages: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Start and end, exclusive, of each stretch of pages that follow each other upwards, in the order given."""
+    def _parts(self, pages: Sequence[int]) -> Iterator[range | list[int]]:
+        """`pages` in the order given: long stretches of pages that follow each other upwards, and what lies between."""
         numbers, num_pages, index = self._numbers, len(pages), 0
+        between: list[int] = []
         while index < num_pages:
             start = end = pages[index]
-            step, is_alike = _SHORT, True
-            while step >= _SHORT:  # in steps that double, and then halve
-                count = min(step, num_pages - index)
-                if pages[index : index + count] == numbers[end : end + count]:
-                    index += count
-                    end += count
-                else:
-                    is_alike = False
-                if index == num_pages:
-                    break
-                step = step * 2 if is_alike else step // 2
-            while index < num_pages and pages[index] == end:
-                index += 1
-                end += 1
-            yield start, end
+            step = _LONG
+            while pages[index : index + step] == numbers[end : end + step] and index + step <= num_pages:
+                index, end, step = index + step, end + step, step * 2
+            while step > _LONG:
+                step //= 2
+                if pages[index : index + step] == numbers[end : end + step] and index + step <= num_pages:
+                    index, end = index + step, end + step
+            if end == start:
+                between += pages[index : index + _LONG]
+                index += _LONG
+                continue
+            if between:
+                yield between
+                between = []
+            yield range(start, end)
+        if between:
+            yield between
 
     def is_crowded(self, after: int | None) -> bool:
         """The sequence whose last page is `after` can only grow into what is left of other sequences' blocks."""
@@ -346,21 +353,14 @@ class PageSet:
         return page in self._pages
 
 
-def _are(values: list[int], value: int, start: int, stop: int) -> bool:
-    return values[start:stop].count(value) == stop - start
+def _are(values: list[int], value: int, part: range | list[int]) -> bool:
+    """Whether those of a stretch all are `value`; not known of other pages."""
+    return isinstance(part, range) and values[part.start : part.stop].count(value) == len(part)
 
 
-def _joined(stretches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Ascending stretches, each up to where the next does not go on."""
-    start = end = 0
-    for next_start, next_end in stretches:
-        if next_start != end:
-            if end > start:
-                yield start, end
-            start = next_start
-        end = next_end
-    if end > start:
-        yield start, end
+def _set(values: list[int], value: int, part: range | list[int]) -> None:
+    assert isinstance(part, range)
+    values[part.start : part.stop] = [value] * len(part)
 
 
 def _runs(pages: Iterable[int]) -> Iterator[tuple[int, int]]:

@@ -194,7 +194,7 @@ def test_pages_freed_at_once_are_given_again_as_if_freed_one_by_one() -> None:
 def test_many_pages_at_once_become_what_they_would_one_by_one(seed: int) -> None:
     """Held, read, cached and shared, in long stretches and short ones, upwards or not, up to the last page."""
     dice = random.Random(seed)
-    pool, one_by_one = Pool(300, 4), Pool(300, 4)
+    pool, one_by_one = Pool(700, 4), Pool(700, 4)
     held: list[list[int]] = []
     read: list[list[int]] = []
 
@@ -205,9 +205,9 @@ def test_many_pages_at_once_become_what_they_would_one_by_one(seed: int) -> None
         return let_go
 
     cached: set[int] = set()
-    for _ in range(500):
-        count = dice.choice([1, 3, 15, 16, 17, 40, 100])
-        if count <= pool.num_free and len(held) < 6:
+    for _ in range(400):
+        count = dice.choice([1, 3, 15, 63, 64, 65, 130, 300])
+        if count <= pool.num_free and len(held) < 8:
             pages = pool.allocate(count)
             assert one_by_one.allocate(count) == pages
             held.append(pages if dice.random() < 0.8 else pages[::-1])
