@@ -16,10 +16,11 @@ one that is not starved, then the one with the fewest pages of its own (R4). A s
 all its tokens and its runway fit beside the runway of those that run (R12a). That runway is longer than the one that
 relief keeps, by the same number of steps: otherwise the next step would park it again (R9).
 Sizes are capped by what a sequence can ever need, at most the pool: that is how the runway is waived for one that has
-the pool to itself (R8). Admission waits while a parked sequence does. In the queue a long prompt lets shorter ones pass
-that came soon after it, and one that does not fit those that do, until the oldest has waited for the rotation delay.
-The parked head that waits longer than that gets room made for it (R7); a sequence is not rotated out before it ran for
-that delay and got further than it was, however long its copies take.
+the pool to itself (R8). Admission waits while a parked sequence does. In the queue a long prompt, but for what the
+prompt cache had of it when it came, lets shorter ones pass that came soon after it, and one that does not fit those
+that do, until the oldest has waited for the rotation delay. The parked head that waits longer than that gets room made
+for it (R7); a sequence is not rotated out before it ran for that delay and got further than it was, however long its
+copies take.
 
 Whoever is to be computed again waits while one that runs computes what both begin with, and takes it from the prompt
 cache then (R11). That one runs, so it comes to an end; should it leave the pool before, the next of them computes it.
