@@ -180,6 +180,7 @@ class Transfers:
         if park.tier.is_copy:
             num_pages = -(-sequence.num_computed // self._page_size)
             num_common = self._ledger.num_common(sequence)
+            # Keys that no block begins with and none will be made of would be gathered for nothing, page by page.
             is_chain_wanted = num_common > 0 or bool(self._parking.tiers.blocks)
             chain = self._ledger.known_pages(sequence) if is_chain_wanted else ()
             pages = self._pages_of(sequence)[:num_pages]
