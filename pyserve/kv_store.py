@@ -33,8 +33,8 @@ def check_memory(device: Device, num_pages: int, page_size: int, page_bytes: int
     wanted, free = num_pages * page_bytes, available_bytes()
     if device.name == "cpu" and wanted > free:
         raise SettingsError(
-            f"--ctx-size {num_pages * page_size} needs {wanted >> 20} MiB for its KV pool and {free >> 20} MiB are "
-            "free: lower --ctx-size"
+            f"--ctx-size: a KV pool of {num_pages * page_size} tokens needs {wanted >> 20} MiB and {free >> 20} MiB "
+            "are free: lower it"
         )
 
 

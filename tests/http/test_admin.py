@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -92,6 +95,26 @@ def test_tokens_there_and_back() -> None:
     assert ask("POST", "/detokenize", {"tokens": [word("Hello"), 195, 169]}).json()["content"] == "Helloé"
     assert ask("POST", "/detokenize", {"tokens": [-1]}).status_code == 400
     assert ask("POST", "/detokenize", {}).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/apply-template"])
+def test_a_long_text_does_not_hold_up_the_event_loop(path: str) -> None:
+    served = FakeServed()
+    threads: list[threading.Thread] = []
+
+    def noted(method: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: threads.append(threading.current_thread()) or method(*args, **kwargs)
+
+    messages = [{"role": "user", "content": "a" * 20_000}]
+    body = {"content": "a" * 20_000, "tokens": [97] * 20_000, "messages": messages}
+    wanted = {"/tokenize": "content", "/detokenize": "tokens", "/apply-template": "messages"}[path]
+    with (
+        patch.object(served.tokenizer, "encode", noted(served.tokenizer.encode)),
+        patch.object(served.tokenizer, "decode", noted(served.tokenizer.decode)),
+        patch.object(served.chat_template, "render", noted(served.chat_template.render)),
+    ):
+        assert ask("POST", path, {wanted: body[wanted]}, served=served).status_code == 200
+    assert threads and threading.current_thread() not in threads
 
 
 def test_a_template_is_applied_and_its_tokens_counted() -> None:

@@ -209,6 +209,9 @@ def test_a_prompt_that_no_queue_or_context_can_hold_is_not_tokenised(path: str, 
 def test_errors_of_the_engine_keep_their_status_also_for_streams(stream: bool) -> None:
     error = check(complete({"prompt": "x" * 2000, "stream": stream}), 400, "exceed_context_size_error")
     assert (error["n_prompt_tokens"], error["n_ctx"], error["param"]) == (2000, 1024, "prompt")
+    for prompt in (["ok", [5] * 2000], ["ok", "x" * 2000], ["ok", "x" * 200_000]):
+        error = check(complete({"prompt": prompt, "n": 2, "stream": stream}), 400, "exceed_context_size_error")
+        assert error["message"].startswith("Field 'prompt[1]': ") and error["param"] == "prompt"
     long_chat = {"messages": [{"role": "user", "content": "x" * 2000}], "stream": stream}
     assert check(chat(long_chat), 400, "exceed_context_size_error")["param"] == "messages"
     full = chat({"stream": stream}, served=FakeServed(FakeEngine(max_queue=0)))

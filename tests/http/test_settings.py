@@ -51,9 +51,13 @@ def test_help_and_table_show_every_flag_variable_and_default() -> None:
         (["--verify-parks", "ALL"], "verify_parks", "all"),
         (["--no-preempt-async"], "preempt_async", False),
         (["--preempt-async"], "preempt_async", True),
+        (["--preempt-async", "off"], "preempt_async", False),
+        (["--preempt-async", "on", "-c", "64"], "preempt_async", True),
         (["--no-preempt-planner"], "preempt_planner", False),
         (["--sse-ping-interval", "-1"], "sse_ping_interval_s", -1.0),
         (["--sse-comments", "off"], "sse_comments", False),
+        (["--no-sse-comments"], "sse_comments", False),
+        (["--sse-comments"], "sse_comments", True),
         (["--kv-type", "F32"], "kv_type", "f32"),
         (["--drain-timeout", "1.5"], "drain_timeout_s", 1.5),
     ],
@@ -69,9 +73,18 @@ def test_a_flag_wins_over_its_variable_and_the_variable_over_the_default() -> No
     assert settings_from_environment(environ).ctx_size == 512
 
 
+@pytest.mark.parametrize(("variable", "field"), [("PYSERVE_MODEL", "model"), ("PYSERVE_PREEMPT_DISK", "preempt_disk")])
+def test_a_path_may_begin_with_the_home_folder(variable: str, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert getattr(settings_from_environment({variable: "~/parks"}), field) == "/home/ada/parks"
+    with pytest.raises(SettingsError, match=variable):
+        settings_from_environment({variable: "~nobody-of-this-name/parks"})
+
+
 BAD = [
     ("--ctx-size", "many"), ("--ctx-size", "0"), ("--ctx-size", "1e3"), ("--parallel", "-1"), ("--port", "70000"),
     ("--kv-type", "q8"), ("--preempt-ram", "-5"), ("--sse-ping-interval", "0"), ("--sse-ping-interval", "-2"),
+    ("--sse-ping-interval", "nan"), ("--preempt-async", "maybe"),
     ("--sse-comments", "maybe"), ("--drain-timeout", "nan"), ("--drain-timeout", "soon"), ("--log-level", "loud"),
     ("--model", ""), ("--device", "gpu"), ("--device", "cuda:x"), ("--device", "cuda:"), ("--device", "cpu:0"),
 ]  # fmt: skip

@@ -220,22 +220,25 @@ def test_a_template_that_fails_is_a_refusal_too(source: str) -> None:
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([], "messages must be a list with at least one message"),
-        ("hello", "messages must be a list with at least one message"),
-        (["hello"], "messages[0] must be an object"),
-        ([{"content": "a"}], "messages[0].role must be a string"),
-        ([USER, {"role": "user", "content": 7}], "messages[1].content must be a string, a list of parts or null"),
-        ([{"role": "user", "content": ["a"]}], "messages[0].content[0] must be an object"),
+        ([], "Field 'messages': expected a list with at least one message"),
+        ("hello", "Field 'messages': expected a list with at least one message"),
+        (["hello"], "Field 'messages[0]': expected an object"),
+        ([{"content": "a"}], "Field 'messages[0].role': expected a string that is not empty"),
+        (
+            [USER, {"role": "user", "content": 7}],
+            "Field 'messages[1].content': expected a string, a list of parts or null",
+        ),
+        ([{"role": "user", "content": ["a"]}], "Field 'messages[0].content[0]': expected an object"),
         (
             [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}],
-            "messages[0].content[1].type 'image_url' is not supported; only text is",
+            "Field 'messages[0].content[1].type': 'image_url' is not supported; only text is",
         ),
-        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text must be a string"),
-        ([{"role": "assistant", "tool_calls": 1}], "messages[0].tool_calls must be a list"),
-        ([{"role": "assistant", "tool_calls": [1]}], "messages[0].tool_calls[0] must be an object"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "Field 'messages[0].content[0].text': expected a string"),
+        ([{"role": "assistant", "tool_calls": 1}], "Field 'messages[0].tool_calls': expected a list"),
+        ([{"role": "assistant", "tool_calls": [1]}], "Field 'messages[0].tool_calls[0]': expected an object"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {}}]}],
-            "messages[0].tool_calls[0].function must be an object with a name",
+            "Field 'messages[0].tool_calls[0].function': expected an object with a name",
         ),
     ],
 )
