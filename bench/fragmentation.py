@@ -1,6 +1,6 @@
 """How many pieces the pages of a parked sequence are in: `python -m bench.fragmentation`.
 
-Drives the real ledger without a model: 2 to 16 sequences grow side by side to 2,000 tokens each. Counts, for each that
+Drives the real ledger without a model: 2 to 64 sequences grow side by side to 2,000 tokens each. Counts, for each that
 arrives there, the runs of adjacent pages that it is in and the copy operations that a park of it takes, one for each
 comb. "before" is the same ledger on a pool that hands out free pages last in, first out, as a plain free list does,
 and evicts them one by one.
@@ -10,10 +10,11 @@ turnover   prompts of 100 to 1,900 tokens; whoever has 2,000 leaves, its pages s
 pressure   the same in a pool for a third of it, so that sequences are parked and come back
 at once    pressure with --no-preempt-async, where parks land at once and no runway is needed: the pool of 16-token
            pages fills to its last one; smaller pages keep the runway all the same, since without it sequences take each
-           other's last blocks apart (136 copies at most instead of 75)
+           other's last blocks apart
 
-Columns: means of runs and copies over the sequences, and the most copies that one of them takes. With pages of one
-token, a GPU moves what is in too many pieces with one kernel launch instead.
+Columns: means of runs and copies over the sequences, and the most copies that one of them takes. In whole blocks of 16
+tokens, which is what a sequence gets as long as there are any, 2,000 tokens are 125 runs at most, and as many of these
+are single blocks, two of which are a comb wherever they lie. `bench.worst_park` looks for worse mixes than these.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from pyserve.types import SamplingParams, SequenceRequest
 
 LENGTH = 2000  # tokens of a sequence when it is looked at
 MIXES = ("together", "turnover", "pressure", "at once")
-NUM_SEQUENCES = (2, 3, 4, 6, 8, 12, 16)
-PAGE_SIZES = (1, 16)
+NUM_SEQUENCES = (2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 48, 64)
+PAGE_SIZES = (1, 4, 16)
 LARGE = 1 << 30
 
 

@@ -19,7 +19,8 @@ largest gap, so that the sequence before the gap keeps room to grow and sequence
 
 Small pages are handed out in aligned blocks of `block_len`, best a power of two. What a sequence has not filled of its
 last block is as free as any page, and counted so, but others take it only when no whole block is free; then halves of
-blocks come first, then quarters. A gap's largest aligned blocks are what makes it large.
+blocks come first, then quarters. A gap's largest aligned blocks are what makes it large. How many pages more would have
+to be free so that nobody's block is taken apart, `num_lacking` says: as many cached prompts give way (residents.py).
 
 Whoever has pages has them from `_numbers`, one and the same object for each page. So long lists of them are copied and
 compared in a fraction of the time that walking them takes, and a park of thousands of small pages goes by stretches.
@@ -47,6 +48,7 @@ class Pool:
         self.num_free = num_pages
         self.num_cached = 0  # pages that only the prompt cache holds
         self.num_leaving = 0
+        self._num_whole = num_pages // block_len  # blocks that are free from end to end
         self._numbers = list(range(num_pages))
         self._gap_len = {0: num_pages}
         self._gap_start = {num_pages: 0}  # by end, exclusive
@@ -86,6 +88,8 @@ class Pool:
         if length < 2 or (length < self.block_len and not page % self.block_len):
             return None
         del self._gap_len[page]
+        if not page % self.block_len:
+            self._num_whole -= 1
         self._move_front(page + 1, length - 1)
         self.holders[page] = 1
         self.num_free -= 1
@@ -235,11 +239,14 @@ class Pool:
         if between:
             yield between
 
-    def is_crowded(self, after: int | None) -> bool:
-        """The sequence whose last page is `after` can only grow into what is left of other sequences' blocks."""
-        if after is not None and (after + 1) % self.block_len and after + 1 in self._gap_len:
-            return False
-        return not self.num_free or self._largest_gap()[0] < self.block_len
+    def num_lacking(self, count: int, after: int | None) -> int:
+        """How many pages more would have to be free, in whole blocks, for the sequence whose last page is `after` to
+        grow by `count` without what is left of other sequences' blocks. 0: it grows into its own and whole ones.
+        """
+        if after is not None and (own := self._gap_len.get(after + 1, 0)):
+            count -= min(own, -(after + 1) % self.block_len)
+        num_blocks = -(-count // self.block_len) - self._num_whole
+        return num_blocks * self.block_len if num_blocks > 0 else 0
 
     def _grow(self, start: int, count: int, pages: list[int]) -> None:
         """Up to `count` pages from `start` on: to the end of the block, and on through blocks that are free."""
@@ -276,6 +283,8 @@ class Pool:
         length = self._gap_len.pop(start)
         count = min(count, length - offset)
         first = start + offset
+        rest = length - offset - count
+        self._num_whole -= self._whole(start, length) - self._whole(start, offset) - self._whole(first + count, rest)
         pages += self._numbers[first : first + count]
         self.holders[first : first + count] = [1] * count
         if not offset and count < length:
@@ -284,8 +293,8 @@ class Pool:
         del self._gap_start[start + length]
         if offset:
             self._add_gap(start, offset)
-        if offset + count < length:
-            self._add_gap(first + count, length - offset - count)
+        if rest:
+            self._add_gap(first + count, rest)
 
     def _move_front(self, start: int, length: int) -> None:
         """What is left of a gap whose first pages were taken, as ever when a sequence grows: the heap need not know
@@ -304,11 +313,21 @@ class Pool:
         behind = self._gap_len.pop(start + length, None)
         if behind is not None:
             del self._gap_start[start + length + behind]
+            self._num_whole -= self._whole(start + length, behind)
             length += behind
         if before is not None:
-            length += self._gap_len.pop(before)
+            length_before = self._gap_len.pop(before)
+            self._num_whole -= self._whole(before, length_before)
+            length += length_before
             start = before
+        self._num_whole += self._whole(start, length)
         self._add_gap(start, length)
+
+    def _whole(self, start: int, length: int) -> int:
+        """How many whole blocks lie in so many pages from `start` on."""
+        size = self.block_len
+        num_blocks = (start + length) // size + -start // size
+        return num_blocks if num_blocks > 0 else 0
 
     def _add_gap(self, start: int, length: int) -> None:
         self._gap_len[start] = length
@@ -330,6 +349,8 @@ class Pool:
             assert is_used != (page in free), f"page {page} is {'used and free' if is_used else 'lost'}"
             cached += not holders and not readers and bool(self.is_cached[page])
             leaving += not holders and readers > 0
+        num_whole = sum(self._whole(start, length) for start, length in self._gap_len.items())
+        assert num_whole == self._num_whole, f"{num_whole} blocks are free from end to end, not {self._num_whole}"
         assert cached == self.num_cached, f"num_cached is {self.num_cached}, counted {cached}"
         assert leaving == self.num_leaving, f"num_leaving is {self.num_leaving}, counted {leaving}"
 

@@ -203,20 +203,27 @@ class Residents:
             return
         pool = self._view.pool
         after = sequence.pages[-1] if sequence.pages else None
-        if pool.num_free < count or (pool.num_cached and pool.is_crowded(after)):
-            self._evict(count)
+        if pool.num_free < count or (pool.num_cached and pool.num_lacking(count, after)):
+            self._evict(count, after)
         sequence.pages += pool.allocate(count, after)
 
-    def _evict(self, num_pages: int) -> None:
+    def _evict(self, count: int, after: int | None) -> None:
         """So many pages come free, and some more where there are: if cached prompts gave way page by page, sequences
-        that grow side by side would take turns in each gap, and lie in as many pieces as they have pages (R16).
+        that grow side by side would take turns in each gap, and lie in as many pieces as they have pages (R16). For the
+        same reason whole blocks come free, should that take some pages more.
         """
         view = self._view
         pool, limits = view.pool, view.limits
         ahead = len(view.running) * self.evicted_ahead // limits.page_size
         ahead = min(ahead, limits.num_pages // 16, EVICTED_AT_ONCE)
-        wanted = max(0, num_pages - pool.num_free)
-        self.num_evicted += len(view.cache.evict(max(wanted, min(max(1, wanted + ahead), pool.num_cached))))
+        wanted = max(0, count - pool.num_free)
+        lacking = pool.num_lacking(count, after)
+        most = wanted + lacking + ahead
+        num_pages = max(wanted + ahead, lacking)
+        while num_pages := min(num_pages, most, pool.num_cached):
+            self.num_evicted += len(view.cache.evict(num_pages))
+            most -= num_pages
+            num_pages = pool.num_lacking(count, after)
 
     def release(self, sequence: Sequence, start: int = 0) -> None:
         """Lets go of the pages from `start` on."""

@@ -13,6 +13,8 @@ from pyserve.pool import Pool
 from pyserve.prefix import PrefixCache
 from pyserve.sequence import Sequence, Tier
 
+_LEAST_UNITS = 16  # in the pool for each slot; where there are fewer, debts are counted in parts of blocks
+
 
 def none_spared(sequence: Sequence) -> int:
     """Every park copies all pages of its sequence."""
@@ -88,16 +90,24 @@ class View:
     debt: int = 0  # the sum of the running sequences' debts
     entry_debt: int = 0  # and of their entry debts
     entry_runway: int = field(init=False)  # cells that are clear per sequence when one enters
+    _unit_len: int = field(init=False)  # pages; what is kept clear is counted in so many
+    _unit_cells: int = field(init=False)
     _count_gaps: tuple[int, ...] = field(init=False)  # by the number of tokens modulo the page size
 
     def __post_init__(self) -> None:
         limits = self.limits
         # Where a park lands at once nothing has to be clear ahead of it, but for the rest of everybody's last block: if
-        # that were given to others, down to the last cell, each would lie in pieces of a few cells (R16).
+        # that were given to others, down to the last cell, each would lie in pieces of a few cells (R16). For the same
+        # reason debts are counted in whole blocks, as those of large pages are in pages, where the pool is large enough
+        # for everybody to have some.
         is_ahead = (limits.is_async or self.pool.block_len > 1) and limits.is_planner_on and limits.is_parking_on
         self.pressure_runway = limits.runway_steps if is_ahead else 0
         # `runway_steps` decode steps pass before anyone is parked.
         self.entry_runway = self.pressure_runway + limits.runway_steps
+        self._unit_len = self.pool.block_len if self.pressure_runway else 1
+        while self._unit_len > 1 and self._unit_len * limits.num_slots > limits.num_pages // _LEAST_UNITS:
+            self._unit_len //= 2
+        self._unit_cells = self._unit_len * limits.page_size
         size = limits.page_size
         runways = (0, self.pressure_runway, self.entry_runway)
         self._count_gaps = tuple(min(size - (len - 1 + runway) % size for runway in runways) for len in range(size))
@@ -116,9 +126,11 @@ class View:
         return not self.short or self.debt <= self.pool.num_free
 
     def wanted_pages(self, sequence: Sequence, runway: int) -> int:
-        """Pages for all its tokens and `runway` cells more, within what it can ever need."""
+        """Pages for all its tokens and `runway` cells more, to the end of a unit, within what it can ever need."""
         num_tokens = len(sequence.tokens)
         cells = num_tokens + runway
+        if runway:
+            cells += -cells % self._unit_cells
         if cells > sequence.max_cells:
             cells = sequence.max_cells if sequence.max_cells > num_tokens else num_tokens
         limits = self.limits
@@ -162,8 +174,9 @@ class View:
         most = -(-most_cells // size)  # as wanted_pages, twice; the comparisons are quicker than min and max
         if most > limits.num_pages:
             most = limits.num_pages
-        wanted = -(-(num_tokens + self.pressure_runway) // size)
-        entry_wanted = -(-(num_tokens + self.entry_runway) // size)
+        unit_len, unit_cells = self._unit_len, self._unit_cells
+        wanted = -(-(num_tokens + self.pressure_runway) // unit_cells) * unit_len
+        entry_wanted = -(-(num_tokens + self.entry_runway) // unit_cells) * unit_len
         debt = (wanted if wanted < most else most) - held
         entry_debt = (entry_wanted if entry_wanted < most else most) - held
         return debt if debt > 0 else 0, entry_debt if entry_debt > 0 else 0

@@ -47,8 +47,9 @@ def test_what_is_free_of_a_block_is_left_to_the_sequence_that_began_it() -> None
     first, second = pool.allocate(3), pool.allocate(11)
     assert all(page % 8 == 0 for page in (first[0], second[0]))
     third = pool.allocate(8)
-    assert first[0] // 8 not in {page // 8 for page in second + third} and not pool.is_crowded(second[-1])
-    assert pool.is_crowded(third[-1]) and pool.is_crowded(None)
+    assert first[0] // 8 not in {page // 8 for page in second + third}
+    assert pool.num_lacking(5, second[-1]) == 0 and pool.num_lacking(6, second[-1]) == 8
+    assert pool.num_lacking(1, third[-1]) == 8 and pool.num_lacking(9, None) == 16
     first += pool.allocate(1, after=first[-1])
     assert first == list(range(first[0], first[0] + 4))
     fourth = pool.allocate(4)
@@ -155,11 +156,11 @@ def test_a_page_grown_is_the_one_that_would_be_allocated(block_len: int) -> None
             assert grown.allocate(1) == chats[-1]
         pages = dice.choice(chats)
         assert asked.num_free == grown.num_free
-        is_crowded = grown.is_crowded(pages[-1])
+        num_lacking = grown.num_lacking(1, pages[-1])
         (page,) = asked.allocate(1, pages[-1])
         next_page = grown.grow(pages[-1])
         num_grown += next_page is not None
-        assert next_page is None or not is_crowded, "nothing has to be evicted for it"
+        assert next_page is None or not num_lacking, "nothing has to be evicted for it"
         assert page == next_page or (next_page is None and grown.allocate(1, pages[-1]) == [page])
         pages.append(page)
         while asked.num_free < 5 or dice.random() < 0.02:

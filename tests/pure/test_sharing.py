@@ -230,7 +230,7 @@ def test_a_prefix_that_is_overdue_is_not_waited_for_and_its_pages_stay_out_of_us
 def test_the_plan_for_a_group_looks_at_each_prompt_a_few_times_however_many_there_are() -> None:
     """What two have in common is compared once, and not for each pair: 64 chats with a long prompt held up the loop."""
     num_members, prefix_len = 40, 400
-    driver = Driver(Limits(4000, 4, num_members, batch_tokens=1 << 20, runway_steps=2, preempt_every=FOREVER))
+    driver = Driver(Limits(5000, 4, num_members, batch_tokens=1 << 20, runway_steps=2, preempt_every=FOREVER))
     group = driver.submit(
         [[number % 5 for number in range(prefix_len)] + [0, number] for number in range(num_members)], 40
     )
