@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
+from pyserve.pool import Part
 from pyserve.prefix import Node
 from pyserve.sequence import Sequence
 from pyserve.view import View
@@ -99,6 +101,10 @@ class Census:
     def known_pages(self, sequence: Sequence) -> list[Node]:
         """Its leading pages as the prompt cache knows them."""
         return self._view.cache.known(sequence.pages)
+
+    def page_parts(self, sequence: Sequence) -> Iterator[Part]:
+        """Its pages in their order: long stretches that follow each other, and what lies between."""
+        return self._view.pool.parts(sequence.pages)
 
     def num_common(self, sequence: Sequence) -> int:
         """How many of them others hold or copy out as well."""

@@ -33,6 +33,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
+Part = range | list[int]
+
 _LONG = 64  # pages that follow each other, from which on they are quicker changed together than one by one
 
 
@@ -111,7 +113,7 @@ class Pool:
         """A sequence lets go of `pages`. Returns those that only the cache holds from now on, in the order given."""
         holders, readers = self.holders, self.readers
         let_go: list[int] = []
-        for part in self._parts(pages):
+        for part in self.parts(pages):
             if _are(holders, 1, part) and _are(readers, 0, part):  # nobody else's, as most are
                 _set(holders, 0, part)
                 let_go += self._numbers[part[0] : part[-1] + 1]
@@ -128,7 +130,7 @@ class Pool:
     def start_reading(self, pages: Sequence[int]) -> None:
         """A sequence lets go of `pages`, which a copy goes on reading."""
         holders, readers = self.holders, self.readers
-        for part in self._parts(pages):
+        for part in self.parts(pages):
             if _are(holders, 1, part) and _are(readers, 0, part):
                 _set(holders, 0, part)
                 _set(readers, 1, part)
@@ -144,7 +146,7 @@ class Pool:
         """The copy is done. Returns the pages that only the cache holds from now on, in the order given."""
         holders, readers = self.holders, self.readers
         let_go: list[int] = []
-        for part in self._parts(pages):
+        for part in self.parts(pages):
             if _are(readers, 1, part) and _are(holders, 0, part):
                 _set(readers, 0, part)
                 let_go += self._numbers[part[0] : part[-1] + 1]
@@ -197,7 +199,7 @@ class Pool:
         is_cached = self.is_cached
         only_cached: list[int] = []
         freed: list[int] = []
-        for part in self._parts(pages):
+        for part in self.parts(pages):
             if isinstance(part, list):
                 only_cached += [page for page in part if is_cached[page]]
                 freed += [page for page in part if not is_cached[page]]
@@ -215,7 +217,7 @@ class Pool:
         self._free_all(freed)
         return only_cached
 
-    def _parts(self, pages: Sequence[int]) -> Iterator[range | list[int]]:
+    def parts(self, pages: Sequence[int]) -> Iterator[Part]:
         """`pages` in the order given: long stretches of pages that follow each other upwards, and what lies between."""
         numbers, num_pages, index = self._numbers, len(pages), 0
         between: list[int] = []
@@ -374,12 +376,12 @@ class PageSet:
         return page in self._pages
 
 
-def _are(values: list[int], value: int, part: range | list[int]) -> bool:
+def _are(values: list[int], value: int, part: Part) -> bool:
     """Whether those of a stretch all are `value`; not known of other pages."""
     return isinstance(part, range) and values[part.start : part.stop].count(value) == len(part)
 
 
-def _set(values: list[int], value: int, part: range | list[int]) -> None:
+def _set(values: list[int], value: int, part: Part) -> None:
     assert isinstance(part, range)
     values[part.start : part.stop] = [value] * len(part)
 

@@ -10,6 +10,7 @@ sequences are those of the step that runs, and so is all that is not counted on:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from pyserve.kv_store import KvStore
 from pyserve.ops import PageRow, Program, StepBatch, page_row
 from pyserve.plan import Row, Rows
+from pyserve.pool import Part
 from pyserve.sampler import SampleRequest, sample, token_logprobs
 from pyserve.sequence import Sequence
 from pyserve.slot_sampling import Sampling, SlotSampling
@@ -84,22 +86,31 @@ class _Slots:
             self._tokens[slot] = sequence.tokens
             self.sampling.set(slot, SampleRequest(sequence.request.sampling, sequence.tokens, sequence.prompt_len))
 
-    def pages_of(self, sequence: Sequence) -> PageRow:
+    def pages_of(self, sequence: Sequence, parts: Iterable[Part] = ()) -> PageRow:
         """A copy of its row, up to date."""
         assert sequence.slot is not None
-        self._update_pages(sequence.pages, sequence.slot)
+        self._update_pages(sequence.pages, sequence.slot, parts)
         return self.table[sequence.slot, : len(sequence.pages)].copy()
 
-    def _update_pages(self, pages: list[int], slot: int) -> None:
+    def _update_pages(self, pages: list[int], slot: int, parts: Iterable[Part] = ()) -> None:
         if self._pages[slot] is not pages:
             self._pages[slot] = pages
-            self._num_written[slot] = 0
+            self._num_written[slot] = _write_parts(self.table[slot], parts)
         num_written = self._num_written[slot]
         if len(pages) == num_written + 1:  # as ever when it has grown
             self.table[slot, num_written] = pages[-1]
         elif len(pages) > num_written:
             self.table[slot, num_written : len(pages)] = page_row(pages[num_written:])
         self._num_written[slot] = len(pages)
+
+
+def _write_parts(row: PageRow, parts: Iterable[Part]) -> int:
+    """Returns how many pages there are."""
+    end = 0
+    for part in parts:
+        start, end = end, end + len(part)
+        row[start:end] = np.arange(part.start, part.stop) if isinstance(part, range) else page_row(part)
+    return end
 
 
 class Runner:
@@ -156,12 +167,12 @@ class Runner:
         self._slots.update(rows.sequences, slots)
         return slots
 
-    def pages_of(self, sequence: Sequence) -> PageRow:
+    def pages_of(self, sequence: Sequence, parts: Iterable[Part] = ()) -> PageRow:
         """int32 [pages]: the pages of a sequence that is in a slot, in its order, for a copy that may outlast its stay
-        there. Costs little if its steps have used them; those that it was given since are read one by one, for the
-        steps to come as well.
+        there. Costs little if its steps have used them. Others are read one by one, for the steps to come as well; or
+        from `parts`, which are its leading pages, or all of them, once more.
         """
-        return self._slots.pages_of(sequence)
+        return self._slots.pages_of(sequence, parts)
 
     @property
     def can_follow(self) -> bool:

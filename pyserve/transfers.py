@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 
 from pyserve.ledger import Ledger
 from pyserve.ops import PageRow
 from pyserve.park import Ending, Landed, Parking
 from pyserve.plan import Park, Plan, Restore
+from pyserve.pool import Part
 from pyserve.rates import Rates
 from pyserve.sequence import Sequence, State, Tier
 from pyserve.task import Task
@@ -24,8 +25,8 @@ log = logging.getLogger("pyserve.park")
 
 
 class Transfers:
-    """Parks and restores of the engine's tasks. `pages_of` gives a copy of a sequence's row of the page table. `post`
-    queues an event for a task's client.
+    """Parks and restores of the engine's tasks. `pages_of` gives a copy of a sequence's row of the page table, which is
+    made of the parts of its pages where it is not known yet. `post` queues an event for a task's client.
 
     `rates` are measured here and by the steps, and say which tier is not worth its copies.
     """
@@ -34,7 +35,7 @@ class Transfers:
         self,
         ledger: Ledger,
         parking: Parking,
-        pages_of: Callable[[Sequence], PageRow],
+        pages_of: Callable[[Sequence, Iterable[Part]], PageRow],
         tasks: Mapping[int, Task],
         counters: Counters,
         post: Callable[[Task, Event], None],
@@ -183,11 +184,14 @@ class Transfers:
             # Keys that no block begins with and none will be made of would be gathered for nothing, page by page.
             is_chain_wanted = num_common > 0 or bool(self._parking.tiers.blocks)
             chain = self._ledger.known_pages(sequence) if is_chain_wanted else ()
-            pages = self._pages_of(sequence)[:num_pages]
+            pages = self._row_of(sequence)[:num_pages]
             self._parking.park(sequence, pages, park.tier, chain=chain, num_common=num_common)
         else:
             self._parking.discard([sequence])  # what is kept of an earlier park
             task.log_park(park.tier, 0, 0.0, self._ledger.free_pages)
+
+    def _row_of(self, sequence: Sequence) -> PageRow:
+        return self._pages_of(sequence, self._ledger.page_parts(sequence))
 
     def _start_restore(self, restore: Restore) -> None:
         sequence = restore.sequence
@@ -195,7 +199,7 @@ class Transfers:
         if restore.tier is Tier.RECOMPUTE:  # its pages were dropped: it runs at once and computes them again
             self._counters.recomputes += 1
             self._parking.discard([sequence])
-        elif self._parking.restore(sequence, self._pages_of(sequence), cached_pages=restore.cached_pages):
+        elif self._parking.restore(sequence, self._row_of(sequence), cached_pages=restore.cached_pages):
             return
         else:
             self._ledger.restore_landed(sequence)

@@ -10,6 +10,7 @@ import torch
 
 from pyserve.kv_store import KvStore
 from pyserve.park import Ending
+from pyserve.pool import Pool
 from pyserve.runner import Runner
 from pyserve.sequence import Sequence, Tier
 from tests.engine.parked import (
@@ -116,6 +117,19 @@ def test_a_restore_that_shares_pages_waits_for_the_one_that_fills_them(tmp_path:
     assert {one(parking).ending for _ in range(2)} == {Ending.DONE}
     check_host_memory(parking)
     finish(parking)
+
+
+def test_a_row_is_read_from_the_parts_of_its_pages() -> None:
+    """Where it is not known yet; in any other case they are not looked at."""
+    sequence = resident(30, [*range(700, 800), *PAGES, *range(200, 500), 9, 11])
+    pool = Pool(1000)
+    runner = Runner(None, small_store(), num_slots=2, pages_per_sequence=1000)  # type: ignore[arg-type]
+    assert len(list(pool.parts(sequence.pages))) > 2
+    assert runner.pages_of(sequence, pool.parts(sequence.pages)).tolist() == sequence.pages
+    sequence.pages += [1, 2]
+    assert runner.pages_of(sequence, iter(["not looked at"])).tolist() == sequence.pages  # type: ignore[list-item]
+    sequence.pages = list(PAGES)
+    assert runner.pages_of(sequence, pool.parts(PAGES[:5])).tolist() == PAGES
 
 
 def test_a_row_follows_its_list() -> None:
