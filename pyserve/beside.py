@@ -101,9 +101,10 @@ class Beside:
             return None
         running = begun.step.rows
         is_known = company is not None and company.sequences is running.sequences and company.do_all_go_on
-        if is_known and self._ledger.may_repeat(running):
+        now_s = time.monotonic()
+        if is_known and self._ledger.may_repeat(running, now_s * 1e3):
             return self._steps.repeat(begun)
-        plan = self._transfers.plan(time.monotonic())
+        plan = self._transfers.plan(now_s)
         leaving = {park.sequence.id for park in plan.parks}
         places = [
             place

@@ -94,7 +94,7 @@ class Ledger(Census):
                 if sequence.waiting_since_ms is None:
                     sequence.waiting_since_ms = now_ms
                 break
-        return planner.plan(self._view, now_ms, self._room)
+        return self._view.noted(planner.plan(self._view, now_ms, self._room), now_ms)
 
     def apply(self, plan: Plan, now_ms: float) -> Plan:
         """Carries `plan` out, and returns it as carried out: the last resort may change parks, failures and rows."""
@@ -143,12 +143,12 @@ class Ledger(Census):
             rows.sequences = view.decoding.sequences  # so that the next step may be a repetition
         return rows if rows and self._residents.have_pages(rows) else None
 
-    def may_repeat(self, rows: Rows) -> bool:
+    def may_repeat(self, rows: Rows, now_ms: float) -> bool:
         """Whether decode rows of the same sequences may run behind the step of `rows`; their pages are theirs then. As
         `follow`, without a plan: nobody came or went since those rows were planned, and nothing else is to be done.
         """
         view = self._view
-        if rows.sequences is not view.decoding.sequences or not view.is_quiet:
+        if rows.sequences is not view.decoding.sequences or not view.is_quiet(now_ms):
             return False
         if view.waiting and view.waiting[0].waiting_since_ms is None:
             return False  # a plan has to note when it came to the head

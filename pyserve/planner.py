@@ -50,7 +50,7 @@ NUM_SHARERS = 4  # of the waiting that are passed, looked at with what they shar
 
 def plan(view: View, now_ms: float, room: Room) -> Plan:
     """What to do now. The plan's parks are taken off a copy of `room`."""
-    return Plan(rows=Rows.of(view.decoding.sequences)) if view.is_quiet else decide(view, now_ms, room)
+    return Plan(rows=Rows.of(view.decoding.sequences)) if view.is_quiet(now_ms) else decide(view, now_ms, room)
 
 
 def decide(view: View, now_ms: float, room: Room) -> Plan:

@@ -122,6 +122,12 @@ class PrefixCache:
             num_shared += 1
         return num_shared
 
+    def end_of_shared(self, tokens: Sequence[int], max_pages: int) -> int:
+        """The last page of the chain that `tokens` start with and some sequence holds; without any the root's."""
+        num_pages = self.num_shared(tokens, max_pages, ())
+        chain = self.match(tokens, num_pages)
+        return chain[-1].page if chain else self.root.page
+
     def take(self, chain: list[Node]) -> list[int]:
         """A sequence holds the pages of `chain` from now on. Returns the pages."""
         pages = [node.page for node in chain]

@@ -253,9 +253,11 @@ class Residents:
 
     def _register(self, sequence: Sequence, num_full: int, *, is_filling: bool = False) -> None:
         """Tells the prompt cache which pages are full, or will be."""
-        node = sequence.cache_node
+        view, node = self._view, sequence.cache_node
         if node is not None:
-            sequence.cache_node = self._view.cache.register(
+            if view.calm is not None and node.page in view.calm.ends:
+                view.calm = None
+            sequence.cache_node = view.cache.register(
                 node, sequence.tokens, sequence.pages, num_full, is_filling=is_filling
             )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from pyserve.calm import Calm, standing
 from pyserve.decoding import Decoding
-from pyserve.plan import Limits
+from pyserve.plan import Limits, Plan
 from pyserve.policy import Policy
 from pyserve.pool import Pool
 from pyserve.prefix import PrefixCache
@@ -87,6 +89,7 @@ class View:
     free_slots: list[int] = field(default_factory=list)
     pressure_runway: int = field(init=False)  # cells kept clear per sequence
     rotation_head: Sequence | None = None  # parked, and room was made for it
+    calm: Calm | None = None  # since the latest plan
     debt: int = 0  # the sum of the running sequences' debts
     entry_debt: int = 0  # and of their entry debts
     entry_runway: int = field(init=False)  # cells that are clear per sequence when one enters
@@ -116,14 +119,48 @@ class View:
     def is_copying(self) -> bool:
         return bool(self.preempting or self.restoring or self.departing or self.overdue)
 
-    @property
-    def is_quiet(self) -> bool:
+    def is_quiet(self, now_ms: float) -> bool:
         """All who run decode, and a plan would do nothing beside: neither park, evict, bring back, admit nor refuse."""
         if not self.running or len(self.decoding) != len(self.running) or self.debt > self.pool.num_available:
             return False
-        if self.parked or self.forced or self.oversized or (self.waiting and self.free_slots):
+        if self.forced or self.oversized or (self.waiting and self.free_slots):
+            return False
+        if self.parked and not self.is_calm(now_ms):
             return False
         return not self.short or self.debt <= self.pool.num_free
+
+    def is_calm(self, now_ms: float) -> bool:
+        """It is known that nobody who is parked comes back now, and that no room is made for anyone."""
+        if self.calm is None or not self._is_steady:
+            return False
+        return self.calm.holds(self.decoding.sequences, self.parked, self._spare_pages, now_ms)
+
+    @property
+    def _is_steady(self) -> bool:
+        return self.rotation_head is None and not self.is_copying
+
+    @property
+    def _spare_pages(self) -> int:
+        """The room for those who enter (R9)."""
+        return self.pool.num_available - self.entry_debt
+
+    def noted(self, plan: Plan, now_ms: float) -> Plan:
+        """The same `plan`, which was made now: what it says of the steps to come is noted."""
+        if self.parked and not self.is_calm(now_ms):
+            self.calm = self._calm_after(plan, now_ms)
+        return plan
+
+    def _calm_after(self, plan: Plan, now_ms: float) -> Calm | None:
+        is_idle = plan.has_nothing_but_parks and not plan.parks and not plan.num_evictions and not plan.rotation_head
+        if not is_idle or not self._is_steady or len(self.decoding) != len(self.running):
+            return None
+        head, until_ms = min(self.parked.values(), key=self.policy.restore), math.inf
+        if self.limits.is_planner_on and head.parked_at_ms is not None:
+            until_ms = head.parked_at_ms + self.limits.rotation_delay_ms
+        if now_ms > until_ms:
+            return None
+        ends = {self.cache.end_of_shared(each.tokens, self.match_limit(each)) for each in self.parked.values()}
+        return Calm(self.decoding.sequences, standing(self.parked), self._spare_pages, until_ms, frozenset(ends))
 
     def wanted_pages(self, sequence: Sequence, runway: int) -> int:
         """Pages for all its tokens and `runway` cells more, to the end of a unit, within what it can ever need."""

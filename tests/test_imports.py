@@ -17,7 +17,7 @@ LAYERS = (
     ("types", "disk_folder"),
     ("text", "settings", "metrics"),
     ("plan", "pool", "prefix", "sequence", "page_runs"),
-    ("policy", "decoding"),
+    ("policy", "decoding", "calm"),
     ("view",),
     ("census", "planner", "integrity", "residents", "incoming"),
     ("ledger", "rates"),
@@ -48,8 +48,8 @@ FENCES = {
 }
 # What the pure core may import from outside: no torch, no clock, no input or output.
 PURE = {
-    "plan", "pool", "prefix", "sequence", "page_runs", "policy", "decoding", "view", "census", "residents", "incoming",
-    "planner", "integrity", "ledger",
+    "plan", "pool", "prefix", "sequence", "page_runs", "policy", "decoding", "calm", "view", "census", "residents",
+    "incoming", "planner", "integrity", "ledger",
 }  # fmt: skip
 PURE_MAY_IMPORT = {
     "__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools",

@@ -233,9 +233,9 @@ def together(counts: list[bool], fault: Callable[[int, bool], str | None] | None
             make_due()
             return plan(*args)
 
-        def may_repeat_unparked(rows: Rows) -> bool:
+        def may_repeat_unparked(rows: Rows, now_ms: float) -> bool:
             make_due()
-            return may_repeat(rows)
+            return may_repeat(rows, now_ms)
 
         def counted(sequence: Sequence, pages: list[int], *, cached_pages: int) -> bool:
             is_copied = restore(sequence, pages, cached_pages=cached_pages)

@@ -18,6 +18,7 @@ class Repeating(Driver):
 
     num_repeated = 0
     num_quiet = 0  # plans that said nothing but who runs, without a look at each
+    num_calm = 0  # those of them while somebody was parked
 
     def _plan(self) -> Plan:
         self._check_quiet()
@@ -25,7 +26,7 @@ class Repeating(Driver):
 
     def _step(self, rows: Rows) -> None:
         while True:
-            is_repeated = self._do_all_go_on(rows) and self.ledger.may_repeat(rows)
+            is_repeated = self._do_all_go_on(rows) and self.ledger.may_repeat(rows, self.now_ms)
             super()._step(rows)
             if not is_repeated:
                 return
@@ -38,8 +39,9 @@ class Repeating(Driver):
 
     def _check_quiet(self) -> None:
         view = self.ledger._view
-        if view.is_quiet:
+        if view.is_quiet(self.now_ms):
             self.num_quiet += 1
+            self.num_calm += bool(view.parked)
             plan = self.plan()
             assert plan == planner.decide(view, self.now_ms, self.ledger._room), "there was something to do"
 
@@ -54,7 +56,7 @@ class Repeating(Driver):
 
 @pytest.mark.parametrize("first_seed", [0, 100])
 def test_in_any_world_cells_tokens_and_pages_are_what_they_have_to_be(first_seed: int) -> None:
-    num_repeated = num_quiet = 0
+    num_repeated = num_quiet = num_calm = 0
     for seed in range(first_seed, first_seed + 100):
         dice = random.Random(seed)
         world = random_driver(dice)
@@ -64,7 +66,8 @@ def test_in_any_world_cells_tokens_and_pages_are_what_they_have_to_be(first_seed
         driver.check_all_ended()
         num_repeated += driver.num_repeated
         num_quiet += driver.num_quiet
-    assert num_repeated > 1000 and num_quiet > 1000
+        num_calm += driver.num_calm
+    assert num_repeated > 1000 and num_quiet > 1000 and num_calm > 100
 
 
 def test_pages_are_taken_when_they_are_with_a_plan_for_every_step() -> None:
@@ -109,8 +112,8 @@ def test_a_plan_is_made_for_whoever_comes_to_the_head_of_the_queue() -> None:
     driver.submit([[1, 2, 3], [4, 5]], 50)
     driver.iterate()
     rows = driver.iterate().rows
-    assert driver.ledger.may_repeat(rows)
+    assert driver.ledger.may_repeat(rows, driver.now_ms)
     waiting = driver.submit([[6]], 50)[0]
-    assert not driver.ledger.may_repeat(rows)
+    assert not driver.ledger.may_repeat(rows, driver.now_ms)
     driver.iterate()
-    assert waiting.waiting_since_ms is not None and driver.ledger.may_repeat(rows)
+    assert waiting.waiting_since_ms is not None and driver.ledger.may_repeat(rows, driver.now_ms)
