@@ -8,7 +8,7 @@ import pytest
 
 from pyserve import planner
 from pyserve.plan import Limits, Plan, Rows
-from pyserve.sequence import Sequence
+from pyserve.sequence import Sequence, State
 from tests.pure.pool_driver import Driver
 from tests.pure.test_random_worlds import random_driver, walk
 
@@ -19,6 +19,7 @@ class Repeating(Driver):
     num_repeated = 0
     num_quiet = 0  # plans that said nothing but who runs, without a look at each
     num_calm = 0  # those of them while somebody was parked
+    is_repeating = True
 
     def _plan(self) -> Plan:
         self._check_quiet()
@@ -26,7 +27,7 @@ class Repeating(Driver):
 
     def _step(self, rows: Rows) -> None:
         while True:
-            is_repeated = self._do_all_go_on(rows) and self.ledger.may_repeat(rows, self.now_ms)
+            is_repeated = self.is_repeating and self._do_all_go_on(rows) and self.ledger.may_repeat(rows, self.now_ms)
             super()._step(rows)
             if not is_repeated:
                 return
@@ -117,3 +118,28 @@ def test_a_plan_is_made_for_whoever_comes_to_the_head_of_the_queue() -> None:
     assert not driver.ledger.may_repeat(rows, driver.now_ms)
     driver.iterate()
     assert waiting.waiting_since_ms is not None and driver.ledger.may_repeat(rows, driver.now_ms)
+
+
+def test_a_parked_one_comes_back_as_soon_as_another_has_made_enough_of_its_text_known() -> None:
+    """Nobody came or went, and no page came free: what it lacks has become less."""
+    driver = Repeating(Limits(num_pages=26, page_size=1, num_slots=3, runway_steps=2, rotation_delay_ms=1e9))
+    driver.is_repeating = False
+    first = driver.submit([[1, 2, 3, 4]], 22)[0]
+    while first.num_generated < 12:
+        driver.iterate()
+    second = driver.submit([[1, 2, 3, 4]], 12)[0]
+    driver.iterate()
+    driver.iterate()
+    driver.park_all()
+    third = driver.submit([[0]], 20)[0]
+    driver.iterate(lambda ids: ids[:0])
+    driver.land_all()
+    driver.crowd_out()
+    driver.iterate()
+    driver.cancel(third)
+    driver.is_repeating = True
+    while first.state is State.PREEMPTED:
+        driver.iterate()
+    assert second.state is State.RUNNING, "the other had to end first"
+    driver.run(driver.patience())
+    driver.check_all_ended()
