@@ -123,10 +123,10 @@ class View:
         """All who run decode, and a plan would do nothing beside: neither park, evict, bring back, admit nor refuse."""
         if not self.running or len(self.decoding) != len(self.running) or self.debt > self.pool.num_available:
             return False
-        if self.forced or self.oversized or (self.waiting and self.free_slots):
+        if self.forced or self.oversized:
             return False
-        if self.parked and not self.is_calm(now_ms):
-            return False
+        if not self.is_calm(now_ms) if self.parked else self.waiting and self.free_slots:
+            return False  # while somebody is parked, nobody is admitted
         return not self.short or self.debt <= self.pool.num_free
 
     def is_calm(self, now_ms: float) -> bool:
