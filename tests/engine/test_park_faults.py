@@ -181,7 +181,8 @@ def test_past_the_memory_budget_chats_are_parked_on_disk(
     result = pressed(tiny_model, no_memory, preempt_disk=str(tmp_path))
     assert [o.tokens for o in result.outcomes] == texts
     assert result.counters.recomputes == result.counters.copies_failed == 0
-    assert result.counters.restored_bytes == result.counters.parked_bytes > 0
+    # Pages that the prompt cache still has when their chat comes back are not copied.
+    assert 0 < result.counters.restored_bytes <= result.counters.parked_bytes
     assert_clean(result)
     assert result.snapshot.preempt_disk_bytes == 0
     assert list(tmp_path.iterdir()) == []
