@@ -4,11 +4,12 @@ A page of the budget is free, in use, or kept. In use are the pages of those who
 too. Kept are pages of residents that only their next park would spare itself (R23a): its own, and those of blocks that
 nobody else needs. They are given up, oldest first, when a park needs room that the budget does not have otherwise.
 
-What the planner is told is what a park finds (R22). `free_pages` are free and kept pages. `spared_pages` are those
-pages of one sequence that are in use whether it is parked or not. A park takes the difference to all its pages, whether
-it copies them or makes kept ones stay: so it finds room whenever all its pages but the spared ones are within the free
-ones. Several parks of one plan find it as well, for what is kept of those who come later is given up last, and a park
-to disk makes nothing stay in memory.
+What the planner is told is what a park finds (R22). `free_pages` are free and kept pages. Some pages of a sequence are
+in use whether it is parked or not. A park takes the difference to all its pages, whether it copies them or makes kept
+ones stay: so it finds room whenever all its pages but those in use are within the free ones. Several parks of one plan
+find it as well, for what is kept of those who come later is given up last, and a park to disk makes nothing stay in
+memory. What they have in common is taken once: by the first of them, which makes a block of it, or makes the block
+stay that is kept of it. `Outlook` tells so beforehand, park by park, and of those who wait as well.
 
 When the arena has to grow first, a park waits in the queue, its pages still its own, and the loop goes on. What it
 takes has been asked for then, and is not free.
@@ -22,15 +23,77 @@ again.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 
 from pyserve.copies import Copy
-from pyserve.parked import Parked, num_needed
+from pyserve.parked import Block, Blocks, Host, Parked, Share
 from pyserve.tiers import Tiers
 
 _MOST_RESERVE_BYTES = 64 << 20
 _CALM_S = 10.0  # after which less is kept ready, if less was wanted all the while
+
+
+class Outlook:
+    """What parks into memory find there, one after the other. Nothing is changed."""
+
+    def __init__(self, blocks: Blocks, kept: Mapping[int, Parked]) -> None:
+        self._blocks = blocks
+        self._kept = kept
+        self._made: dict[Hashable, list[Block]] = {}  # that these parks make, by the key of the first page
+        self._needed: dict[Block, int] = {}  # of the others, pages that have to stay for them
+
+    def copy(self) -> Outlook:
+        other = Outlook(self._blocks, self._kept)
+        other._made = {key: [*made] for key, made in self._made.items()}
+        other._needed = dict(self._needed)
+        return other
+
+    @property
+    def has_blocks(self) -> bool:
+        return bool(self._made) or bool(self._blocks)
+
+    def shares(self, sequence_id: int, chain: Items[Hashable]) -> list[Share]:
+        """What a sequence, whose leading pages have the keys `chain`, will use of blocks. One of whom something is kept
+        goes on with the blocks that it has.
+        """
+        kept = self._kept.get(sequence_id)
+        return self._find(chain) if kept is None else kept.shares
+
+    def num_spared(self, shares: Iterable[Share]) -> int:
+        """How many of these pages are in use, whoever uses them beside."""
+        return sum(min(share.used, self._num_needed(share.block)) for share in shares)
+
+    def park(self, sequence_id: int, chain: Items[Hashable], num_common: int) -> int:
+        """It is parked now; the first `num_common` of its pages are others' as well. Returns `num_spared`."""
+        shares = self.shares(sequence_id, chain)
+        num_spared = self.num_spared(shares)
+        self._use(shares, () if sequence_id in self._kept else chain[:num_common])
+        return num_spared
+
+    def post(self, copy: Copy) -> int:
+        """Its copy is posted now. Returns how many pages it takes for that."""
+        chain = copy.chain[copy.parked.num_shared :]
+        shares = self._find(chain)
+        num_taken = max(0, len(copy.pages) - copy.parked.total_pages - self.num_spared(shares))
+        self._use(shares, chain[: max(0, copy.num_common - copy.parked.num_shared)])
+        return num_taken
+
+    def _find(self, chain: Items[Hashable]) -> list[Share]:
+        return self._blocks.find(chain, is_in_memory=True, made=self._made)
+
+    def _num_needed(self, block: Block) -> int:
+        return max(block.num_needed, self._needed.get(block, 0))
+
+    def _use(self, shares: Iterable[Share], common: Items[Hashable]) -> None:
+        """As `Tiers.park_in_memory`: a block is made of those common pages that none of `shares` has."""
+        first = 0
+        for block, used in shares:
+            self._needed[block] = max(self._num_needed(block), used)
+            first += used
+        if first < len(common):
+            made = Block(Host(), chain=common[first:], num_needed=len(common) - first)
+            self._made.setdefault(common[first], []).append(made)
 
 
 class HostRoom:
@@ -50,12 +113,9 @@ class HostRoom:
         kept = sum(each.num_pages for each in self._kept.values()) + self._tiers.blocks.kept_pages()
         return max(0, self._arena.free_pages(time.monotonic()) + kept - self._queued_pages())
 
-    def spared_pages(self, sequence_id: int, chain: Items[Hashable]) -> int:
-        """How many pages of a sequence, whose leading ones have the keys `chain`, are in use by others. One of whom
-        something is kept goes on with the blocks that it has.
-        """
-        kept = self._kept.get(sequence_id)
-        return self._tiers.common_pages(chain) if kept is None else num_needed(kept.shares)
+    def outlook(self) -> Outlook:
+        """For the parks of one plan. Good for as long as nothing changes here."""
+        return Outlook(self._tiers.blocks, self._kept)
 
     def prepare(self, num_pages: int) -> None:
         """Have memory ready for a park of `num_pages`, as far as the budget allows."""
@@ -114,7 +174,7 @@ class HostRoom:
 
     def take_in(self, copy: Copy) -> bool:
         """The park takes the pages that it has no place for yet; now, or when they have been made. False: it cannot."""
-        if not self._make_room(_missing_pages(copy)):
+        if not self._make_room(copy):
             return False
         copy.is_queued = True
         self._queue.append(copy)
@@ -139,7 +199,7 @@ class HostRoom:
         queue, self._queue = self._queue, []
         turned_away = []
         for copy in queue:
-            if self._make_room(_missing_pages(copy)):
+            if self._make_room(copy):
                 self._queue.append(copy)
             else:
                 copy.is_queued = False
@@ -155,14 +215,16 @@ class HostRoom:
         self._kept.clear()
         self._queue.clear()
 
-    def _queued_pages(self) -> int:
-        return sum(map(_missing_pages, self._queue))
+    def _queued_pages(self, *more: Copy) -> int:
+        """Pages that those who wait, and `more` behind them, have to take."""
+        waiting = [copy for copy in (*self._queue, *more) if not copy.is_discarded]
+        outlook = self.outlook()
+        return sum(map(outlook.post, waiting))
 
-    def _make_room(self, num_pages: int) -> bool:
-        """See that so many pages beside those promised are idle or will be, at the cost of kept ones if need be."""
-        wanted = self._queued_pages() + num_pages
+    def _make_room(self, copy: Copy) -> bool:
+        """See that pages for it, beside those promised, are there or will be, at the cost of kept ones if need be."""
         now_s = time.monotonic()
-        while not self._arena.grow(wanted, now_s):
+        while not self._arena.grow(self._queued_pages(copy), now_s):
             if not self._kept:
                 return False
             self._tiers.release(self.take_kept(next(iter(self._kept))))

@@ -34,7 +34,7 @@ from pyserve.pool import Pool
 from pyserve.prefix import PrefixCache
 from pyserve.residents import Residents
 from pyserve.sequence import Sequence, State, Tier, pass_leadership
-from pyserve.view import Room, View, none_spared
+from pyserve.view import Outlook, Room, View
 
 __all__ = ["Ledger", "Limits"]
 
@@ -81,12 +81,12 @@ class Ledger(Census):
         host_free_pages: int,
         disk_free_pages: int = 0,
         slow: frozenset[Tier] = frozenset(),
-        spared_pages: Callable[[Sequence], int] = none_spared,
+        open_outlook: Callable[[], Outlook] | None = None,
     ) -> Plan:
         """What to do now; nothing is changed, but it is noted since when the head waits and those that are back run.
-        Free pages: what the RAM tier and the disk tier could still take. `slow` and `spared_pages` as in `Room`.
+        Free pages: what the RAM tier and the disk tier could still take. `slow` and `open_outlook` as in `Room`.
         """
-        self._room = Room(self.limits.page_size, host_free_pages, disk_free_pages, slow, spared_pages)
+        self._room = Room(self.limits.page_size, host_free_pages, disk_free_pages, slow, open_outlook)
         while self._back:
             self._back.pop().resident_since_ms = now_ms
         for sequence in self._view.waiting:
@@ -288,7 +288,7 @@ class Ledger(Census):
             self._view.parked[sequence.id] = sequence
             return
         num_copied = -(-sequence.num_computed // self.limits.page_size)
-        self._room.use(park.tier, num_copied)
+        self._room.use(park.tier, sequence)
         self._residents.release(sequence, start=num_copied)
         self._view.pool.start_reading(sequence.pages)
         sequence.parked_cells = sequence.num_computed

@@ -44,7 +44,7 @@ from dataclasses import replace
 from pyserve.copies import Copy, Ending, FailedEvent, Landed, slowest_s
 from pyserve.disk_tier import DiskTier
 from pyserve.host_arena import HostArena, SlabMaker
-from pyserve.host_room import HostRoom
+from pyserve.host_room import HostRoom, Outlook
 from pyserve.kv_store import KvStore
 from pyserve.ops import CopyStream, PageRow, page_row
 from pyserve.parked import Blocks, Host, Parked
@@ -126,11 +126,9 @@ class Parking:
         """Pages that may still be parked in memory."""
         return self.room.free_pages()
 
-    def spared_pages(self, sequence: Sequence, chain: Items[Hashable]) -> int:
-        """How many of its pages, whose leading ones have the keys `chain`, lie in memory to stay, so that no park
-        copies or holds them again.
-        """
-        return self.room.spared_pages(sequence.id, chain)
+    def outlook(self) -> Outlook:
+        """What the parks of one plan would find in memory, one after the other."""
+        return self.room.outlook()
 
     def disk_free_pages(self) -> int:
         """Pages that may still be parked on disk."""

@@ -14,14 +14,16 @@ Whoever uses a block whose copy is still in flight waits for that copy, too, and
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from pyserve.disk_tier import ParkFile
 from pyserve.host_arena import Extent, split_extents
 
+_NONE_MADE: Mapping[Hashable, Items[Block]] = MappingProxyType({})
 _SAMPLED = 8  # one page in so many is hashed with "sample"
 
 
@@ -165,15 +167,18 @@ class Blocks:
     def __bool__(self) -> bool:
         return bool(self._blocks)
 
-    def find(self, chain: Items[Hashable], *, is_in_memory: bool) -> list[Share]:
+    def find(
+        self, chain: Items[Hashable], *, is_in_memory: bool, made: Mapping[Hashable, Items[Block]] = _NONE_MADE
+    ) -> list[Share]:
         """The longest row of blocks that `chain` begins with. `is_in_memory`: for a park into memory. One to disk uses
-        what has to stay in memory as well, and makes nothing stay there that could be had.
+        what has to stay in memory as well, and makes nothing stay there that could be had. `made`: blocks that will
+        be there by then, by the key of the first page.
         """
         shares: list[Share] = []
         start = 0
         while start < len(chain):
             fitting = []
-            for block in self._by_key.get(chain[start], ()):
+            for block in (*self._by_key.get(chain[start], ()), *made.get(chain[start], ())):
                 num_same = _num_same(block.chain, chain, start)
                 if block.host is not None:
                     fitting.append(Share(block, num_same if is_in_memory else min(num_same, block.num_needed)))
@@ -202,11 +207,6 @@ class Blocks:
     def kept_pages(self) -> int:
         """Pages in memory that only sequences use which are resident again."""
         return sum(each.num_pages - each.num_needed for each in self._blocks if each.host is not None)
-
-
-def num_needed(shares: Iterable[Share]) -> int:
-    """How many of these pages stay in any case."""
-    return sum(min(share.used, share.block.num_needed) for share in shares)
 
 
 def _used(share: Share) -> int:

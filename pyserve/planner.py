@@ -35,7 +35,6 @@ waiting queue nobody looks at what a prompt shares, so that a long queue costs l
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from pyserve.plan import Admission, Failure, Park, ParkReason, Plan, Restore, Rows
 from pyserve.policy import is_overdue
@@ -55,7 +54,7 @@ def plan(view: View, now_ms: float, room: Room) -> Plan:
 
 def decide(view: View, now_ms: float, room: Room) -> Plan:
     """The same where it is not known beforehand that nothing is to be done."""
-    draft = _Draft(view, now_ms, replace(room))
+    draft = _Draft(view, now_ms, room.copy())
     limits = view.limits
     if view.forced:
         draft.park_forced()
@@ -114,7 +113,7 @@ class _Draft:
 
     def _park(self, sequence: Sequence, reason: ParkReason) -> None:
         tier, num_copied = self._room.tier_of(sequence)
-        self._room.use(tier, num_copied)
+        self._room.use(tier, sequence)
         pool, pages = self._view.pool, sequence.pages
         first_own = len(pages) - pool.num_own(pages)
         behind = max(first_own, num_copied)  # pages reserved beyond what is computed, which come free at once

@@ -7,15 +7,13 @@ to and from there, and gives the room back. Nothing here waits.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
-from collections.abc import Sequence as Items
 
 from pyserve.copies import Copy, FailedEvent, no_pages
 from pyserve.disk_tier import DiskTier
 from pyserve.host_arena import Extent, HostArena, split_extents
 from pyserve.kv_store import KvStore
 from pyserve.ops import CopyStream, PageRow, comb_table
-from pyserve.parked import Block, Blocks, Event, Host, Parked, Place, Share, num_needed
+from pyserve.parked import Block, Blocks, Event, Host, Parked, Place, Share
 from pyserve.sequence import Tier
 
 
@@ -73,12 +71,6 @@ class Tiers:
             copy.events.append(event)
         copy.num_bytes = (len(pages) - first) * self._kv.page_bytes
         copy.pages, copy.chain = no_pages(), ()
-
-    def common_pages(self, chain: Items[Hashable]) -> int:
-        """How many of the pages with these keys lie in memory to stay, so that a park neither copies them nor takes
-        room for them. Those that could be given up are counted as room already.
-        """
-        return num_needed(self.blocks.find(chain, is_in_memory=True))
 
     def use_blocks(self, copy: Copy) -> None:
         """Pages that another park has copied, or is copying, need no copy of their own."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 
+from pyserve.host_room import Outlook
 from pyserve.ledger import Ledger
 from pyserve.ops import PageRow
 from pyserve.park import Ending, Landed, Parking
@@ -22,6 +23,30 @@ from pyserve.task import Task
 from pyserve.types import Counters, Event, Preempted, Resumed
 
 log = logging.getLogger("pyserve.park")
+
+
+class PlannedParks:
+    """What memory spares the parks of one plan, one after the other (R11)."""
+
+    def __init__(self, ledger: Ledger, outlook: Outlook) -> None:
+        self._ledger = ledger
+        self._outlook = outlook
+
+    def copy(self) -> PlannedParks:
+        return PlannedParks(self._ledger, self._outlook.copy())
+
+    def num_spared(self, sequence: Sequence) -> int:
+        """How many of its pages lie in memory to stay, or will by then."""
+        if not self._outlook.has_blocks:
+            return 0
+        return self._outlook.num_spared(self._outlook.shares(sequence.id, self._ledger.known_pages(sequence)))
+
+    def park(self, sequence: Sequence) -> int:
+        """The same, and it is parked from now on."""
+        num_common = self._ledger.num_common(sequence)
+        is_chain_wanted = num_common > 0 or self._outlook.has_blocks
+        chain = self._ledger.known_pages(sequence) if is_chain_wanted else ()
+        return self._outlook.park(sequence.id, chain, num_common)
 
 
 class Transfers:
@@ -63,7 +88,7 @@ class Transfers:
     def plan(self, now_s: float) -> Plan:
         """What the ledger would do now, with the room that the tiers have."""
         room, disk_room = self._parking.free_pages(), self._parking.disk_free_pages()
-        return self._ledger.plan(now_s * 1e3, room, disk_room, self.rates.slow_tiers(now_s), self.spared_pages)
+        return self._ledger.plan(now_s * 1e3, room, disk_room, self.rates.slow_tiers(now_s), self.open_outlook)
 
     def start(self, parks: Items[Park], restores: Items[Restore]) -> None:
         """Post the copies of an applied plan."""
@@ -73,11 +98,9 @@ class Transfers:
         for restore in restores:
             self._start_restore(restore)
 
-    def spared_pages(self, sequence: Sequence) -> int:
-        """Pages that a park of it into memory would not copy, since another park has (R11)."""
-        if not self._parking.tiers.blocks:
-            return 0
-        return self._parking.spared_pages(sequence, self._ledger.known_pages(sequence))
+    def open_outlook(self) -> PlannedParks:
+        """For the parks of one plan."""
+        return PlannedParks(self._ledger, self._parking.outlook())
 
     def recover(self) -> None:
         """The engine failed between a plan and its copies, and everybody has ended: nobody waits for what is not

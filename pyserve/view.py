@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from pyserve.calm import Calm, standing
 from pyserve.decoding import Decoding
@@ -18,51 +19,77 @@ from pyserve.sequence import Sequence, Tier
 _LEAST_UNITS = 16  # in the pool for each slot; where there are fewer, debts are counted in parts of blocks
 
 
-def none_spared(sequence: Sequence) -> int:
-    """Every park copies all pages of its sequence."""
-    return 0
+class Outlook(Protocol):
+    """How many pages memory spares parks, one after the other, since others have them there (R11)."""
+
+    def num_spared(self, sequence: Sequence) -> int:
+        """A park of it, if it came now."""
+
+    def park(self, sequence: Sequence) -> int:
+        """The same, and it is parked from now on."""
+
+    def copy(self) -> Outlook: ...
 
 
 @dataclass(slots=True)
 class Room:
     """Pages that the tiers could still take (R22, R23). `slow`: tiers from which a page comes back more slowly than it
-    is computed again. `spared_pages`: how many of a sequence's pages lie in memory already, for others (R11).
+    is computed again. `open_outlook`: how many pages of these parks memory has, or will have by then; asked only when
+    there is no room for all of them.
     """
 
     page_size: int
     ram_pages: int
     disk_pages: int = 0
     slow: frozenset[Tier] = frozenset()
-    spared_pages: Callable[[Sequence], int] = none_spared
+    open_outlook: Callable[[], Outlook] | None = None
+    _outlook: Outlook | None = None
+    _uncounted: list[Sequence] = field(default_factory=list)  # in memory, and not yet spared anything
+
+    def copy(self) -> Room:
+        outlook = None if self._outlook is None else self._outlook.copy()
+        return replace(self, _outlook=outlook, _uncounted=[*self._uncounted])
 
     def tier_of(self, sequence: Sequence) -> tuple[Tier, int]:
         """The tier that takes it, best first, and the pages it takes there. Nothing computed is nothing to copy."""
-        num_pages = -(-sequence.num_computed // self.page_size)
-        if num_pages and Tier.RAM not in self.slow:
-            is_room = num_pages <= self.ram_pages or num_pages - self.spared_pages(sequence) <= self.ram_pages
-            if is_room:
-                return Tier.RAM, num_pages
+        num_pages = self._num_pages(sequence)
+        is_room = num_pages <= self.ram_pages
+        if num_pages and Tier.RAM not in self.slow and (is_room or self._is_room_exactly(sequence)):
+            return Tier.RAM, num_pages
         if 0 < num_pages <= self.disk_pages and Tier.DISK not in self.slow:
             return Tier.DISK, num_pages
         return Tier.RECOMPUTE, 0
 
-    def use(self, tier: Tier, num_pages: int) -> None:
-        """So many pages are parked there."""
+    def use(self, tier: Tier, sequence: Sequence) -> None:
+        """It is parked there."""
         if tier is Tier.RAM:
-            self.ram_pages -= num_pages
+            self.ram_pages -= self._num_pages(sequence)
+            self._uncounted.append(sequence)
         elif tier is Tier.DISK:
-            self.disk_pages -= num_pages
+            self.disk_pages -= self._num_pages(sequence)
+
+    def _num_pages(self, sequence: Sequence) -> int:
+        return -(-sequence.num_computed // self.page_size)
+
+    def _is_room_exactly(self, sequence: Sequence) -> bool:
+        if self.open_outlook is None:
+            return False
+        if self._outlook is None:
+            self._outlook = self.open_outlook()
+        self.ram_pages += sum(map(self._outlook.park, self._uncounted))
+        self._uncounted.clear()
+        return self._num_pages(sequence) - self._outlook.num_spared(sequence) <= self.ram_pages
 
     def can_hold(self, sequences: list[Sequence]) -> bool:
         """Whether none of them would have to be computed again for lack of room."""
         if self.slow:
             return True
-        room = replace(self)
+        room = self.copy()
         for sequence in sequences:
-            tier, num_pages = room.tier_of(sequence)
+            tier, _ = room.tier_of(sequence)
             if sequence.num_computed and not tier.is_copy:
                 return False
-            room.use(tier, num_pages)
+            room.use(tier, sequence)
         return True
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Hashable
+from collections.abc import Sequence as Items
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -194,10 +197,10 @@ def test_chains_that_part_share_as_far_as_they_go_together(tmp_path: Path) -> No
     wanted = content(kv, [0, 1, 8, 9])
     parking.park(first, [0, 1, 2, 3], Tier.RAM, chain=CHAIN, num_common=4)
     one(parking)
-    assert parking.tiers.common_pages(("a", "b", "x", "y")) == 2
+    assert num_spared(parking, 3, ("a", "b", "x", "y")) == 2
     parking.park(second, [0, 1, 8, 9], Tier.RAM, chain=("a", "b", "x", "y"), num_common=4)
     assert one(parking).num_bytes == 2 * kv.page_bytes
-    assert parking.tiers.common_pages(("a", "b", "x", "y", "z")) == 4
+    assert num_spared(parking, 3, ("a", "b", "x", "y", "z")) == 4
     assert restore(parking, second, [20, 21, 22, 23]).ending is Ending.DONE
     assert torch.equal(content(kv, [20, 21, 22, 23]), wanted)
     finish(parking)
@@ -336,10 +339,69 @@ def test_a_group_under_pressure_with_every_tier_ends_as_each_alone(tiny_model: M
 
 
 def test_room_counts_common_pages_once() -> None:
-    sequence = sequence_of(40)  # ten pages
-    assert Room(4, ram_pages=6, disk_pages=99).tier_of(sequence) == (Tier.DISK, 10)
-    assert Room(4, 6, 99, spared_pages=lambda each: 4).tier_of(sequence) == (Tier.RAM, 10)
-    assert Room(4, 5, 99, spared_pages=lambda each: 4).tier_of(sequence) == (Tier.DISK, 10)
+    first, second, third = (sequence_of(40, id=number) for number in range(3))  # ten pages each
+    assert Room(4, ram_pages=6, disk_pages=99).tier_of(first) == (Tier.DISK, 10)
+    room = Room(4, 16, 99, open_outlook=FourInCommon)
+    room.use(Tier.RAM, first)
+    planned = room.copy()
+    assert planned.tier_of(second) == (Tier.RAM, 10)
+    planned.use(Tier.RAM, second)
+    assert planned.tier_of(third) == (Tier.DISK, 10)
+    assert room.can_hold([second]) and room.tier_of(third) == (Tier.RAM, 10), "what a copy took is there still"
+
+
+class FourInCommon:
+    """Four pages of each are the same; the first has to take them."""
+
+    def __init__(self, num_parked: int = 0) -> None:
+        self.num_parked = num_parked
+
+    def num_spared(self, sequence: Sequence) -> int:
+        return 4 if self.num_parked else 0
+
+    def park(self, sequence: Sequence) -> int:
+        self.num_parked += 1
+        return 4 if self.num_parked > 1 else 0
+
+    def copy(self) -> FourInCommon:
+        return FourInCommon(self.num_parked)
+
+
+def num_spared(parking: Parking, id: int, chain: Items[Hashable]) -> int:
+    outlook = parking.outlook()
+    return outlook.num_spared(outlook.shares(id, chain))
+
+
+@pytest.mark.parametrize("preempt_async", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("has_disk", [False, True], ids=["memory", "disk"])
+def test_a_group_that_is_forced_out_together_takes_its_prompt_once(
+    tiny_model: Model, tmp_path: Path, preempt_async: bool, has_disk: bool
+) -> None:
+    """Again and again: what is kept of them when they are back is room, and taken once as well (R22)."""
+    group = group_of(4, 101)  # 25 full pages in common
+    tiers: list[Tier] = []
+
+    def just_enough(engine: Engine) -> None:
+        ignore_speed(engine)
+        parking = engine._parking
+        parking.arena.budget_bytes = (25 + 4 * 9) * engine.info.page_bytes
+        park = parking.park
+
+        def noted(sequence: Sequence, pages: Any, tier: Tier, **common: Any) -> None:
+            tiers.append(tier)
+            park(sequence, pages, tier, **common)
+
+        parking.park = noted  # type: ignore[method-assign, assignment]
+        parking._park_elsewhere = None  # type: ignore[method-assign, assignment]
+
+    result = run(
+        tiny_model, [group], prepare=just_enough, ctx_size=1024, parallel=4, page_size=4, preempt_every=8,
+        preempt_async=preempt_async, preempt_disk=str(tmp_path) if has_disk else None,
+    )  # fmt: skip
+    assert [o.tokens for o in result.outcomes] == [alone(tiny_model, each) for each in group]
+    assert tiers == [Tier.RAM] * len(tiers) and len(tiers) == result.preempts >= 4 * 4
+    assert result.counters.recomputes == 0
+    assert_clean(result)
 
 
 def test_what_residents_keep_in_common_is_room_once(tmp_path: Path) -> None:
@@ -350,12 +412,12 @@ def test_what_residents_keep_in_common_is_room_once(tmp_path: Path) -> None:
     num_free = parking.free_pages()
     park_in_common(parking, first, pages)
     park_in_common(parking, second, more_pages)
-    assert parking.tiers.common_pages(CHAIN[:3]) == 3 and parking.free_pages() == num_free - 7
+    assert num_spared(parking, 3, CHAIN[:3]) == 3 and parking.free_pages() == num_free - 7
     restore(parking, first, [20, 21, 22, 23])
-    assert parking.tiers.common_pages(CHAIN[:3]) == 3, "the second one is parked and needs them"
+    assert num_spared(parking, 3, CHAIN[:3]) == 3, "the second one is parked and needs them"
     restore(parking, second, [24, 25, 26, 27, 28, 29])
     assert parking.free_pages() == num_free
-    assert parking.tiers.common_pages(CHAIN[:3]) == 0
+    assert num_spared(parking, 3, CHAIN[:3]) == 0
     finish(parking)
 
 
@@ -371,8 +433,8 @@ def test_room_that_is_said_to_be_there_is_there_for_one_of_whom_something_is_kep
     assert park_in_common(parking, second, more_pages).ending is Ending.DONE
     pages = [*pages, 11, 12, 13, 14][:num_pages]
     first.num_computed = num_pages * PAGE_SIZE
-    is_room = num_pages - parking.spared_pages(first, CHAIN[:3]) <= parking.free_pages()
+    is_room = num_pages - num_spared(parking, first.id, CHAIN[:3]) <= parking.free_pages()
     assert is_room == (num_pages == 4)
-    assert parking.spared_pages(sequence_of(14, id=3), CHAIN[:3]) == 3
+    assert num_spared(parking, 3, CHAIN[:3]) == 3
     assert park_in_common(parking, first, pages).ending is (Ending.DONE if is_room else Ending.NO_ROOM)
     finish(parking)

@@ -264,8 +264,8 @@ class Driver:
         )
         parks = []
         for sequence in self.ledger.running():
-            tier, num_pages = room.tier_of(sequence)
-            room.use(tier, num_pages)
+            tier, _ = room.tier_of(sequence)
+            room.use(tier, sequence)
             parks.append(Park(sequence, "forced", tier))
         self.carry_out(Plan(parks=tuple(parks)))
 

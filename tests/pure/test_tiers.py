@@ -22,8 +22,8 @@ def test_memory_then_disk_then_computing_again() -> None:
     assert room.tier_of(computed(13)) == (Tier.DISK, 4)
     assert room.tier_of(computed(21)) == (Tier.RECOMPUTE, 0)
     assert room.tier_of(computed(0)) == (Tier.RECOMPUTE, 0)
-    room.use(Tier.RAM, 3)
-    room.use(Tier.RECOMPUTE, 0)
+    room.use(Tier.RAM, computed(12))
+    room.use(Tier.RECOMPUTE, computed(0))
     assert room.tier_of(computed(4)) == (Tier.DISK, 1)
 
 
