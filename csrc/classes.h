@@ -4,6 +4,7 @@
 
 #include "callable.h"
 #include "cpu/driver.h"
+#include "cpu/page_hash.h"
 #include "cpu/program.h"
 #include "cpu/stream.h"
 #include "event_class.h"
@@ -93,6 +94,14 @@ EventPtr<Event> post_copy(const StreamPtr& self, const Tensor& pool, const Tenso
   return c10::make_intrusive<EventHolder<Event>>(self->stream.post(std::move(copy), behind, kept_alive(pool, host, hashes)));
 }
 
+void hash_on_host(const StreamPtr&, const Tensor& host, const Tensor& hashes, int64_t page_bytes) {
+  hash_pages(host, hashes, page_bytes, [](const uint8_t* page, int64_t num_bytes) {
+    PageHash hash;
+    hash.update(page, static_cast<size_t>(num_bytes));
+    return hash.result();
+  });
+}
+
 // --- all of them
 
 void define_classes(torch::Library& m) {
@@ -104,6 +113,7 @@ void define_classes(torch::Library& m) {
   m.class_<StreamHolder>("CopyStream")
       .def(torch::init<double, std::optional<int64_t>>())
       .def("copy_pages", &Callable<&post_copy>::call)
+      .def("hash_pages", &Callable<&hash_on_host>::call)
       .def("pause", [](const StreamPtr& self) { self->stream.pause(); })
       .def("resume", [](const StreamPtr& self) { self->stream.resume(); })
       .def("num_outstanding", [](const StreamPtr& self) { return self->stream.num_outstanding(); })

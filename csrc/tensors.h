@@ -113,4 +113,16 @@ inline PageCopy page_copy_of(const Tensor& pool, const Tensor& host, const Tenso
   return copy;
 }
 
+// Pages in host memory whose entry of `hashes` is 0 get their hash there: hash(page, page_bytes), never 0.
+template <class Hash>
+void hash_pages(const Tensor& host, const Tensor& hashes, int64_t page_bytes, Hash hash) {
+  check_tensor(host, "host", at::kByte, 1);
+  check_tensor(hashes, "hashes", at::kLong, 1);
+  check(page_bytes > 0 && host.numel() == hashes.numel() * page_bytes, "host must have ", page_bytes, " bytes for each of ", hashes.numel(), " hashes");
+  const uint8_t* page = host.const_data_ptr<uint8_t>();
+  int64_t* to = hashes.data_ptr<int64_t>();
+  for (int64_t i = 0; i < hashes.numel(); ++i, page += page_bytes)
+    if (to[i] == 0) to[i] = static_cast<int64_t>(hash(page, page_bytes));
+}
+
 }  // namespace pyserve

@@ -1,7 +1,9 @@
 """THE DISK TIER: parked state in files, written and read by a thread of its own (R23).
 
 Structure. Each parked sequence is one file of whole pages in list order, beside its hashes, which stay in memory. The
-files lie in a folder of this process within the directory that the user named (disk_folder.py).
+files lie in a folder of this process within the directory that the user named (disk_folder.py). Unless nothing is to be
+verified every page has a hash: beside a disk it costs nothing. Those of the pool get theirs as they are copied out of
+it; pages that come from memory keep the one that they have, which is older, and get one here where they have none.
 
 A job moves pages in large pieces through one aligned staging buffer: pool -> staging by the copy stream, staging ->
 file; and back. It runs in the tier's thread from end to end, so it never meets the event loop; `DiskEvent` says how it
@@ -110,11 +112,13 @@ class DiskTier:
         file = self._new_file(len(pages), torch.full((len(pages),), int(is_hashed), dtype=torch.int64))
         return file, self._post(lambda: self._write(file, pages))
 
-    def write_extents(self, extents: Items[Extent]) -> tuple[ParkFile, DiskEvent]:
-        """Post the move of pages from the host arena to a new file. The extents must stay until it has ended."""
+    def write_extents(self, extents: Items[Extent], *, is_hashed: bool) -> tuple[ParkFile, DiskEvent]:
+        """Post the move of pages from the host arena to a new file. The extents must stay until it has ended; their
+        hashes stay what they are, since the move may be called off.
+        """
         hashes = torch.cat([each.slab.hashes[each.first : each.first + each.count] for each in extents])
         file = self._new_file(sum(each.count for each in extents), hashes)
-        return file, self._post(lambda: self._write_extents(file, extents))
+        return file, self._post(lambda: self._write_extents(file, extents, is_hashed))
 
     def read(self, file: ParkFile, pages: PageRow, first: int) -> DiskEvent:
         """Post the copy of a file's pages, from number `first` on, into the pool's `pages`. Nobody changes these."""
@@ -177,7 +181,8 @@ class DiskTier:
                 ).wait()
                 _write_all(out, staging[: len(piece) * self._page_bytes])
 
-    def _write_extents(self, file: ParkFile, extents: Items[Extent]) -> None:
+    def _write_extents(self, file: ParkFile, extents: Items[Extent], is_hashed: bool) -> None:
+        number = 0
         with file.path.open("xb", buffering=0) as out:
             for extent in extents:
                 data = extent.slab.data
@@ -185,7 +190,11 @@ class DiskTier:
                 for first in range(extent.first, end, self._piece_pages):
                     last = min(end, first + self._piece_pages)
                     self._check_wanted(file)
-                    _write_all(out, data[first * self._page_bytes : last * self._page_bytes])
+                    piece = data[first * self._page_bytes : last * self._page_bytes]
+                    if is_hashed:
+                        self._stream.hash_pages(piece, file.hashes[number : number + last - first])
+                    _write_all(out, piece)
+                    number += last - first
 
     def _read(self, file: ParkFile, pages: PageRow, first: int) -> None:
         staging = self._staging_buffer()

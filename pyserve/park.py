@@ -21,7 +21,8 @@ When memory will not take the next park, what comes back last is moved to disk. 
 written, so that a restore in between just calls the move off.
 
 Verification (R23b). Pages are hashed as they go out and checked as they come back: all of them, or, with "sample",
-every eighth and the last. Pages on disk are all hashed, since a hash costs nothing beside a disk.
+every eighth and the last. Pages on disk are all hashed, since a hash costs nothing beside a disk; those that are moved
+there get one on the way if they have none.
 
 Ordering. When the engine posts a copy, the step that wrote the pages has been awaited, and neither a step that runs nor
 a later one touches pages of a sequence in transfer, so a copy needs no further fence here. The ledger keeps the pages
@@ -219,8 +220,8 @@ class Parking:
     def move_to_disk(self, sequence: Sequence) -> None:
         """Post the move of what a sequence alone has in memory; until it has ended the memory still counts."""
         host = self._parked[sequence.id].host
-        assert self.disk is not None and host is not None
-        file, event = self.disk.write_extents([extent for extent, _ in host.stretches(0, host.num_pages)])
+        assert host is not None
+        file, event = self.tiers.move_to_disk(host)
         num_bytes = host.num_pages * self._kv.page_bytes
         move = self._copy(sequence, Tier.DISK, num_bytes, num_bytes, is_restore=False)
         move.parked.file = file

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 from pyserve.copies import Copy, FailedEvent, no_pages
-from pyserve.disk_tier import DiskTier
+from pyserve.disk_tier import DiskEvent, DiskTier, ParkFile
 from pyserve.host_arena import Extent, HostArena, split_extents
 from pyserve.kv_store import KvStore
 from pyserve.ops import CopyStream, PageRow, comb_table
@@ -71,6 +71,12 @@ class Tiers:
             copy.events.append(event)
         copy.num_bytes = (len(pages) - first) * self._kv.page_bytes
         copy.pages, copy.chain = no_pages(), ()
+
+    def move_to_disk(self, host: Host) -> tuple[ParkFile, DiskEvent]:
+        """Post the copy of what lies in memory to disk; it must stay there until that has ended."""
+        assert self.disk is not None
+        extents = [extent for extent, _ in host.stretches(0, host.num_pages)]
+        return self.disk.write_extents(extents, is_hashed=self._verify != "off")
 
     def use_blocks(self, copy: Copy) -> None:
         """Pages that another park has copied, or is copying, need no copy of their own."""

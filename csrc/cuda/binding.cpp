@@ -13,6 +13,7 @@
 #include "../program_class.h"
 #include "../tensors.h"
 #include "copies.h"
+#include "host_hash.h"
 #include "program.h"
 #include "steps.h"
 
@@ -164,6 +165,10 @@ EventPtr<CopyEvent> post_copy(const StreamPtr& self, const Tensor& pool, const T
   return c10::make_intrusive<EventHolder<CopyEvent>>(self->stream->post(copy, kept_alive(pool, host, hashes)));
 }
 
+void hash_on_host(const StreamPtr&, const Tensor& host, const Tensor& hashes, int64_t page_bytes) {
+  hash_pages(host, hashes, page_bytes, &host_page_hash);
+}
+
 // chunk_bytes, max_calls, min_batch_bytes
 Shape calibrate(const StreamPtr& self, const Tensor& pool, int64_t limit_us) {
   check_on_device(pool, "pool");
@@ -196,6 +201,7 @@ TORCH_LIBRARY(pyserve_cuda, m) {
   m.class_<StreamHolder>("CopyStream")
       .def(torch::init<const DevicePtr&>())
       .def("copy_pages", &Callable<&post_copy>::call)
+      .def("hash_pages", &Callable<&hash_on_host>::call)
       .def("calibrate", &Callable<&calibrate>::call)
       .def("num_outstanding", [](const StreamPtr& self) { return self->stream->num_outstanding(); })
       .def("close", [](const StreamPtr& self) { self->stream->close(); });

@@ -107,6 +107,12 @@ class CopyStream:
         combs = combs_of(pages)
         return CopyEvent(self._handle.copy_pages(pool, host, combs, to_host, *self._behind(after), hashes))
 
+    def hash_pages(self, host: torch.Tensor, hashes: torch.Tensor) -> None:
+        """Give the pages in `host`, uint8 [n * page_bytes], whose entry of `hashes`, int64 [n], is 0 the hash that
+        `copy_pages` would have given them. Done when it returns, without the GIL: not for the event loop.
+        """
+        self._handle.hash_pages(host, hashes, host.numel() // hashes.numel())
+
     def _behind(self, after: Fence | None) -> tuple[Any, ...]:
         """What the stream in C++ is told of a copy's fence."""
         return (None if after is None else after._handle,)

@@ -224,6 +224,10 @@ def test_a_page_that_changed_while_it_was_parked_is_noticed(
     assert stream.copy_pages(pool, host, pages, True, hashes=hashes).wait(10)
     wanted = pool[pages].clone()
     assert hashes[1] == hashes[3] == 0
+    found = torch.zeros(4, dtype=torch.int64)
+    stream.hash_pages(host, found)
+    assert (found[0], found[2]) == (hashes[0], hashes[2]), "the host finds what the device does"
+    hashes = found
     pool.zero_()
     finish_torch()
     assert stream.copy_pages(pool, host, [0, 3, 4, 6], False, hashes=hashes).wait(10)
@@ -233,6 +237,10 @@ def test_a_page_that_changed_while_it_was_parked_is_noticed(
     event = stream.copy_pages(pool, host, [0, 3, 4, 6], False, hashes=hashes)
     with pytest.raises(PageMismatch, match="page 2"):
         event.wait(10)
+    host[2 * page_bytes + 9] ^= 4
+    host[page_bytes + 9] ^= 4
+    with pytest.raises(PageMismatch, match="page 1"):
+        stream.copy_pages(pool, host, [0, 3, 4, 6], False, hashes=hashes).wait(10)
     stream.close()
     with pytest.raises(ValueError, match="closed"):
         stream.copy_pages(pool, host, pages, True)

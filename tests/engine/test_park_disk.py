@@ -98,6 +98,58 @@ def test_a_bit_that_flips_in_memory_before_the_move_is_noticed_after_it(tmp_path
     parking.close()
 
 
+@pytest.mark.parametrize("verify", ["off", "sample", "all"])
+@pytest.mark.parametrize("piece_pages", [1, 3, 100])
+def test_whatever_page_changes_on_disk_is_noticed_after_a_move(tmp_path: Path, piece_pages: int, verify: str) -> None:
+    """Also those that memory, with a sample, had no hash of."""
+    kv = small_store()
+    for page in range(7):
+        parking = parking_on(tmp_path, kv, verify=verify)
+        assert parking.disk is not None
+        parking.disk._piece_pages = piece_pages
+        sequence = sequence_of(26)
+        park(parking, sequence_of(4, id=1), [30])
+        park(parking, sequence, list(range(7)))
+        parking.move_to_disk(sequence)
+        assert one(parking).ending is Ending.MOVED
+        (path,) = parking.disk.folder.glob("*.pages")
+        parked = bytearray(path.read_bytes())
+        parked[page * kv.page_bytes + 100] ^= 0xFF
+        path.write_bytes(parked)
+        ending = restore(parking, sequence, list(range(10, 17))).ending
+        assert ending is (Ending.DONE if verify == "off" else Ending.MISMATCH), f"page {page}"
+        parking.close()
+
+
+def test_a_move_that_is_called_off_changes_no_hash_in_memory(tmp_path: Path) -> None:
+    """Whoever has that memory next is not checked by hashes of what lay there before."""
+    kv = small_store()
+    parking = parking_on(tmp_path, kv, verify="sample")
+    assert parking.disk is not None
+    first, second = sequence_of(26), sequence_of(26, id=8)
+    park(parking, first, list(range(7)))
+    before = parking.arena._slabs[0].hashes.clone()
+    gate, real = threading.Event(), parking.disk._stream.hash_pages
+
+    def held(host: torch.Tensor, hashes: torch.Tensor) -> None:
+        gate.wait(10)
+        real(host, hashes)
+
+    parking.disk._stream.hash_pages = held  # type: ignore[method-assign]
+    parking.move_to_disk(first)
+    assert restore(parking, first, list(range(7))).ending is Ending.DONE
+    parking.discard([first])
+    park(parking, second, list(range(10, 17)))
+    known = parking.arena._slabs[0].hashes.clone()
+    assert (known == 0).tolist() == (before == 0).tolist(), "the sample is of the same places"
+    gate.set()
+    settled(parking)
+    assert torch.equal(parking.arena._slabs[0].hashes, known)
+    assert restore(parking, second, list(range(20, 27))).ending is Ending.DONE
+    assert torch.equal(content(kv, list(range(20, 27))), content(kv, list(range(10, 17))))
+    parking.close()
+
+
 @pytest.mark.parametrize("is_restored", [True, False])
 def test_a_move_is_called_off_when_its_sequence_comes_back_or_ends(tmp_path: Path, is_restored: bool) -> None:
     kv = small_store()

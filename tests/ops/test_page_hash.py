@@ -56,6 +56,19 @@ def test_hashes_are_those_of_the_reference(head_dim: int) -> None:
     stream.close()
 
 
+@pytest.mark.parametrize("head_dim", [1, 5, 8, 300])
+def test_a_page_has_the_same_hash_in_host_memory_and_keeps_one_that_it_has(head_dim: int) -> None:
+    stream, pool = CopyStream(), random_pool(4, head_dim)
+    copied = torch.ones(4, dtype=torch.int64)
+    host = copy_out(stream, pool, [3, 1, 0, 2], copied)
+    hashes = torch.tensor([0, 77, 0, 0])
+    stream.hash_pages(host, hashes)
+    assert hashes.tolist() == [copied[0], 77, *copied[2:]]
+    with pytest.raises(ValueError, match="host must have"):
+        stream.hash_pages(host[1:], hashes)
+    stream.close()
+
+
 @given(bit=st.integers(0, 3 * 80 * 8 - 1))
 @settings(max_examples=60, deadline=None)
 def test_any_flipped_bit_is_noticed_and_named(bit: int) -> None:
