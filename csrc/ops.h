@@ -38,6 +38,7 @@ struct Activations {
 // --- linear.cpp
 size_t packed_bytes(WeightType type, int64_t rows, int64_t cols);
 void pack(WeightType type, const uint8_t* raw, int64_t rows, int64_t cols, uint8_t* out, Share share);
+int64_t broken_row(WeightType type, const uint8_t* raw, int64_t rows, int64_t cols);  // the first with a value that is NaN or infinite; -1: none
 struct Product {
   PackedWeight weight;
   const float* bias;  // [rows], or null
@@ -113,6 +114,7 @@ struct LogitChange {             // of one row's token, before sampling: bias, t
 };
 // No two changes are of one (row, token); rows are `stride` apart.
 void change_logits(float* logits, int64_t stride, const LogitChange* changes, int64_t num_changes);
+constexpr int32_t kBrokenRow = -1;  // in place of a token: a logit of the row is NaN, or its largest is not finite; a fault of weights or kernels
 int32_t sample_row(const float* logits, int64_t vocab_size, const SampleRow& row, float* scratch /* [2 * vocab_size] */);
 
 }  // namespace pyserve

@@ -35,6 +35,12 @@ Tensor pack_op(int64_t type, const Tensor& raw, int64_t rows, int64_t cols) {
   return out;
 }
 
+int64_t broken_row_op(int64_t type, const Tensor& raw, int64_t rows, int64_t cols) {
+  check_tensor(raw, "raw", at::kByte, 1);
+  check(rows > 0 && cols > 0, "rows and cols must be positive");
+  return broken_row(weight_type(type), raw.const_data_ptr<uint8_t>(), rows, cols);
+}
+
 Tensor linear_op(const Tensor& x, const Tensor& packed, int64_t type, int64_t rows, int64_t cols, const MaybeTensor& bias, int64_t num_shares) {
   float* data = floats(x, "x", 2);
   check(x.size(1) == cols, "x must have ", cols, " columns, not ", x.size(1));
@@ -154,6 +160,7 @@ std::string isa_op() { return isa_name(isa()); }
 
 TORCH_LIBRARY(pyserve, m) {
   m.def("pack(int type, Tensor raw, int rows, int cols) -> Tensor");
+  m.def("broken_row(int type, Tensor raw, int rows, int cols) -> int");
   m.def("linear(Tensor x, Tensor packed, int type, int rows, int cols, Tensor? bias=None, int num_shares=1) -> Tensor");
   m.def("embed(Tensor tokens, Tensor packed, int type, int rows, int cols, float scale=1.0) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
@@ -174,6 +181,7 @@ TORCH_LIBRARY(pyserve, m) {
 
 TORCH_LIBRARY_IMPL(pyserve, CPU, m) {
   m.impl("pack", &Callable<&pack_op>::call);
+  m.impl("broken_row", &Callable<&broken_row_op>::call);
   m.impl("linear", &Callable<&linear_op>::call);
   m.impl("embed", &Callable<&embed_op>::call);
   m.impl("rms_norm", &Callable<&rms_norm_op>::call);

@@ -1,4 +1,4 @@
-// From a file's blocks to the tiles of linear_format.h. Only bits move: no value is computed.
+// From a file's blocks to the tiles of linear_format.h. Only bits move: no value is computed. And what is looked for in a file before: values that are none.
 //
 // A model is packed whenever it is loaded, so this is to be no slower than a disk: values are moved four at a time, in the 32-bit words that a register of the
 // packed layout takes from one row.
@@ -156,7 +156,44 @@ int64_t raw_row_bytes(WeightType type, int64_t cols) {
   return cols / (format.is_float() ? 1 : format.is_k() ? 256 : kBlock) * format.raw_bytes;
 }
 
+// Whether one of `count` numbers, `stride` bytes apart, has all bits of its exponent set: it is NaN or infinite then.
+template <class Bits, Bits exponent>
+bool has_broken(const uint8_t* raw, int64_t count, int64_t stride) {
+  Bits is_broken = 0;  // as wide as they are, so that the compiler uses vectors
+  for (int64_t i = 0; i < count; ++i) {
+    Bits bits;
+    std::memcpy(&bits, raw + i * stride, sizeof bits);
+    is_broken |= (bits & exponent) == exponent ? 1 : 0;
+  }
+  return is_broken != 0;
+}
+
+// Quantised values are finite whenever their scales are.
+bool has_broken_scale(WeightType type, const uint8_t* raw_row, int64_t cols) {
+  constexpr int q6_k_scale = 208;
+  const Format format = format_of(type);
+  const int64_t num_blocks = cols / format.column_multiple(), stride = format.raw_bytes;
+  if (has_broken<uint16_t, 0x7c00>(raw_row + (type == WeightType::q6_k ? q6_k_scale : 0), num_blocks, stride)) return true;
+  return format.has_min() && has_broken<uint16_t, 0x7c00>(raw_row + 2, num_blocks, stride);
+}
+
+bool is_broken(WeightType type, const uint8_t* raw_row, int64_t cols) {
+  switch (type) {
+    case WeightType::f32: return has_broken<uint32_t, 0x7f800000>(raw_row, cols, 4);
+    case WeightType::f16: return has_broken<uint16_t, 0x7c00>(raw_row, cols, 2);
+    case WeightType::bf16: return has_broken<uint16_t, 0x7f80>(raw_row, cols, 2);
+    default: return has_broken_scale(type, raw_row, cols);
+  }
+}
+
 }  // namespace
+
+int64_t broken_row(WeightType type, const uint8_t* raw, int64_t rows, int64_t cols) {
+  const int64_t row_bytes = raw_row_bytes(type, cols);
+  for (int64_t row = 0; row < rows; ++row)
+    if (is_broken(type, raw + row * row_bytes, cols)) return row;
+  return -1;
+}
 
 size_t packed_bytes(WeightType type, int64_t rows, int64_t cols) { return size_t(ceil_div(rows, kTileRows) * tile_bytes(type, cols)); }
 

@@ -86,6 +86,14 @@ def file_values(type_name: str, raw: torch.Tensor | np.ndarray, rows: int, cols:
     return flat
 
 
+def broken_row(type_name: str, raw: torch.Tensor | np.ndarray, rows: int, cols: int) -> int | None:
+    """The first row of a matrix, given as to `pack`, with a value that is NaN or infinite; or None."""
+    row: int = torch.ops.pyserve.broken_row(
+        TYPE_NAMES.index(type_name), file_values(type_name, raw, rows, cols), rows, cols
+    )
+    return None if row < 0 else row
+
+
 def _from_numpy(raw: np.ndarray) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a memory-mapped file is not writable, and nothing here writes

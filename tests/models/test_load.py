@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from pyserve.errors import ModelFileError
+from pyserve.models.files import FLOAT_TYPES
+from pyserve.models.gguf import read_gguf
 from pyserve.models.load import Model, load
 from pyserve.models.source import inspect
 from tests.models.running import Running
@@ -78,6 +80,21 @@ def test_errors_of_the_tokenizer_and_the_template_name_the_file(tmp_path: Path) 
     make_gguf(path, metadata={"tokenizer.chat_template": 5})
     with pytest.raises(ModelFileError, match=r"tiny\.gguf: tokenizer\.chat_template must be a string, not 5"):
         load_small(path)
+
+
+@pytest.mark.parametrize("type", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+def test_a_tensor_with_values_that_are_no_numbers_is_named(tmp_path: Path, type: str) -> None:
+    path = make_gguf(tmp_path / "tiny.gguf", type=type)
+    file = read_gguf(path)
+    for name, tensor in file.tensors.items():
+        whole = bytearray(path.read_bytes())
+        at = tensor.offset + (tensor.num_bytes - 4 if tensor.type in FLOAT_TYPES else 0)
+        whole[at : at + 4] = b"\xff\xff\xff\xff"  # NaN, of all of these types
+        damaged = tmp_path / "damaged.gguf"
+        damaged.write_bytes(whole)
+        with pytest.raises(ModelFileError, match=f"damaged.gguf: tensor '{name}': .*NaN or infinite") as caught:
+            load_small(damaged)
+        assert "\n" not in str(caught.value)
 
 
 def test_the_demo_model_knows_the_capital_of_france(demo_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pyserve.ops  # noqa: F401  loads the kernels
-from pyserve.ops.weights import TYPE_NAMES, file_bytes, pack
+from pyserve.ops.weights import TYPE_NAMES, broken_row, file_bytes, pack
 from tests.ops.weight_cases import FLOAT_DTYPES, block_cols, random_matrix
+
+# Where in a block its scale is, and its minimum.
+HALVES = {
+    "Q8_0": [0],
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q5_0": [0],
+    "Q5_1": [0, 2],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+}
 
 
 def read_back(name: str, raw: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
@@ -88,3 +102,24 @@ def test_a_matrix_that_does_not_fit_its_type_is_refused(
 def test_a_tensor_of_another_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match=r"F16 weights cannot be packed from a tensor of torch.float32"):
         pack("F16", torch.zeros(4, 4), 4, 4)
+
+
+@pytest.mark.parametrize("name", TYPE_NAMES)
+def test_a_row_with_a_value_that_is_none_is_found(name: str) -> None:
+    """Wherever in the row its number, or the scale or minimum of one of its blocks, is NaN or infinite."""
+    rows, num_blocks = 5, 3
+    cols = num_blocks * (block_cols(name) if name not in FLOAT_DTYPES else 7)
+    raw, _ = random_matrix(name, rows, cols, 3)
+    assert broken_row(name, raw, rows, cols) is None
+    raw = raw.reshape(rows, -1)
+    size = raw.shape[1] // (num_blocks if name not in FLOAT_DTYPES else cols)
+    if name in FLOAT_DTYPES:
+        places, value_of = [0, cols // 2 * size, (cols - 1) * size], FLOAT_DTYPES[name]
+    else:
+        places, value_of = [block * size + at for block in range(num_blocks) for at in HALVES[name]], torch.float16
+    for place in places:
+        for value in (math.nan, math.inf, -math.inf):
+            bad = raw.clone()
+            bits = torch.tensor([value]).to(value_of).view(torch.uint8)
+            bad[3, place : place + bits.numel()] = bad[4, place : place + bits.numel()] = bits
+            assert broken_row(name, bad, rows, cols) == 3, (place, value)
