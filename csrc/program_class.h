@@ -29,13 +29,13 @@ struct Started {  // a step
 };
 
 // The tokens of a step behind another: what that one picked, or, where the host does not know it, its places as -1 - i. Where the source is -1 the one that is
-// `known`.
+// `known`. Behind a row that was broken any token will do: nobody wants what comes of it.
 inline Tensor tokens_after(const Started& before, const Tensor& sources, const Tensor& known) {
   check(before.is_done, "the step before it failed");
   Tensor tokens = known.clone();
   const int32_t *from = sources.const_data_ptr<int32_t>(), *picked = before.in_pinned != nullptr ? nullptr : before.picked.const_data_ptr<int32_t>();
   for (int64_t i = 0; i < sources.size(0); ++i)
-    if (from[i] >= 0) tokens.data_ptr<int32_t>()[i] = picked == nullptr ? -1 - from[i] : picked[from[i]];
+    if (from[i] >= 0) tokens.data_ptr<int32_t>()[i] = picked == nullptr ? -1 - from[i] : std::max(picked[from[i]], 0);
   return tokens;
 }
 

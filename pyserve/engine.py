@@ -35,17 +35,18 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from contextlib import suppress
 from functools import partial
 
 from pyserve.beside import Beside
 from pyserve.company import Companies, Company
 from pyserve.copy_watch import CopyWatch
-from pyserve.errors import PoolExhausted, PyserveError, StepFailed, Unavailable
+from pyserve.errors import BrokenLogits, PoolExhausted, PyserveError, StepFailed, Unavailable
 from pyserve.generation import Generation
 from pyserve.ledger import Ledger
 from pyserve.park import Parking
 from pyserve.plan import Failure, Plan, Rows
-from pyserve.runner import Runner, Step, StepResult
+from pyserve.runner import Runner, StepResult
 from pyserve.sequence import Sequence, make_group
 from pyserve.snapshot import take_snapshot
 from pyserve.steps import Begun, Steps
@@ -115,8 +116,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Sequences without a slot, less those that the free slots can take."""
-        slots = range(self.info.num_slots)
-        num_free = sum(self._ledger.sequence_in_slot(slot) is None for slot in slots)
+        num_free = sum(self._ledger.sequence_in_slot(slot) is None for slot in range(self.info.num_slots))
         return self._ledger.num_waiting + sum(len(group) for group in self._arrivals) - num_free
 
     def submit(self, requests: Items[SequenceRequest], request_id: str) -> Generation:
@@ -209,11 +209,9 @@ class Engine:
 
     async def _sleep(self, timeout_s: float | None) -> None:
         """Until there is work, or the time is over."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._wake.wait()
-        except TimeoutError:
-            pass
 
     # --- 1 and 2: copies and the inbox
 
@@ -273,15 +271,17 @@ class Engine:
         try:
             result = await begun.done
         except Exception as error:
-            self._step_failed(begun.step, error)
+            self._step_failed({each.id for each in rows.sequences}, StepFailed(f"the step failed: {error}"))
             return
         now_s = time.monotonic()
         step_s = now_s - max(begun.started_s, self._last_step_at_s)
         self._last_step_at_s = now_s
         self._is_stuck = False
+        if result.broken:
+            self._step_failed(result.broken, BrokenLogits())
         company = self._companies.of(rows)
         self._ledger.step_done(rows, result.picked)
-        self.counters.generated_tokens += len(result.picked)
+        self.counters.generated_tokens += result.num_tokens
         if company is None or result.logprobs or company.has_ending(result.picked):
             self._count(rows, step_s)
             self._took_row_by_row(rows, result, now_s)
@@ -312,13 +312,14 @@ class Engine:
         self.counters.observe_all("inter_token_s", self._gaps)
         self._gaps.clear()
 
-    def _step_failed(self, step: Step, error: Exception) -> None:
-        tasks = [self._tasks[each.id] for each in step.rows.sequences if each.id in self._tasks]
+    def _step_failed(self, ids: set[int], error: PyserveError) -> None:
+        """For these of its sequences; the others go on (R26)."""
+        tasks = [self._tasks[id] for id in ids if id in self._tasks]
         if tasks:
-            log.error("a step of %d sequences failed: %s", len(tasks), error)
+            log.error("%d sequences end: %s", len(tasks), error.message)
         for task in tasks:
             self.counters.failed += 1
-            self._end(task, StepFailed(f"the step failed: {error}"))
+            self._end(task, error)
 
     def _prompt_advanced(self, task: Task, result: StepResult, start: int, length: int, now_s: float) -> None:
         sequence = task.sequence
@@ -376,11 +377,10 @@ class Engine:
     def _end(self, task: Task, error: PyserveError | None) -> None:
         """The one way out of the engine for a sequence; its last event is queued, or nobody waits for one."""
         if error is not None:
-            stats = task.stats(time.monotonic(), task.num_sent)
-            self._post(task, Failed(task.sequence.index, error, stats))
+            self._post(task, Failed(task.sequence.index, error, task.stats(time.monotonic(), task.num_sent)))
         if task.first_token_s:
             self.counters.generate_s += task.last_token_s - task.first_token_s
-        self._ledger.finish(task.sequence, time.monotonic() * 1e3)
+        self._ledger.finish(task.sequence, time.monotonic() * 1e3, is_sound=not isinstance(error, BrokenLogits))
         self._parking.discard([task.sequence])
         del self._tasks[task.sequence.id]
         if not self._tasks:

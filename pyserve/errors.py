@@ -56,6 +56,16 @@ class StepFailed(PyserveError):
     """The sequence was in a step that the device could not finish (R26)."""
 
 
+class BrokenLogits(PyserveError):
+    """The model gave nothing to pick a token from: a logit was NaN, or the largest was not finite."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model's logits are not finite, so that no token can be picked: its weights are damaged, a kernel is "
+            "at fault, or logit_bias bans every token"
+        )
+
+
 class AuthenticationFailed(PyserveError):
     status = 401
     type = "authentication_error"

@@ -236,10 +236,11 @@ class Ledger(Census):
         """No copy of an ended sequence is in flight, whatever was planned: its pages and slot come free."""
         (self.restore_failed if sequence in self._incoming else self.park_landed)(sequence)
 
-    def finish(self, sequence: Sequence, now_ms: float) -> bool:
+    def finish(self, sequence: Sequence, now_ms: float, *, is_sound: bool = True) -> bool:
         """Ended or cancelled, in whatever state; harmless when repeated.
 
-        False: a copy is in flight, and pages and slot come free when it lands. Full pages stay in the prompt cache.
+        False: a copy is in flight, and pages and slot come free when it lands. Full pages stay in the prompt cache,
+        unless one that runs is not sound, for then nobody may go on from them; what others hold as well stays.
         """
         view = self._view
         state = sequence.state
@@ -254,7 +255,7 @@ class Ledger(Census):
         if state is State.WAITING:
             view.waiting.remove(sequence)
         elif state is State.RUNNING:
-            self._residents.end(sequence)
+            self._residents.end(sequence, is_kept=is_sound)
             self._free_slot(sequence)
         elif state is State.PREEMPTED:
             del view.parked[sequence.id]

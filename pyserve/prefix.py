@@ -257,6 +257,23 @@ class PrefixCache:
         self._pool.evict(pages)
         return pages
 
+    def drop(self, pages: Sequence[int]) -> None:
+        """A sequence has let go of all its `pages`, which are in its order and no good: those that nobody else holds,
+        and that nothing follows which stays, are known no more and come free.
+        """
+        dropped = []
+        for page in reversed(pages):
+            node = self._nodes[page]
+            if node is None:
+                continue
+            if node.num_children or not self._is_unheld(page):
+                break
+            self._parent(node).num_children -= 1
+            del self._known[node.key]
+            self._nodes[page] = None
+            dropped.append(page)
+        self._pool.evict(dropped)
+
     def _is_unheld(self, page: int) -> bool:
         return not self._pool.holders[page] and not self._pool.readers[page]
 

@@ -46,12 +46,15 @@ class Residents:
         self._partly_told.add(sequence.id)
         self.start(sequence)
 
-    def end(self, sequence: Sequence) -> None:
-        """It is over: the prompt cache may keep what it leaves."""
-        if sequence.id in self._partly_told:
+    def end(self, sequence: Sequence, *, is_kept: bool) -> None:
+        """It is over. `is_kept`: the prompt cache may keep what it leaves."""
+        if is_kept and sequence.id in self._partly_told:
             self._register(sequence, sequence.num_computed // self._view.limits.page_size)
+        pages = [*sequence.pages]
         self.stop(sequence)
         self.release(sequence)
+        if not is_kept:
+            self._view.cache.drop(pages)
 
     def stop(self, sequence: Sequence) -> None:
         view, id = self._view, sequence.id

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from pyserve.kv_store import KvStore
-from pyserve.ops import PageRow, Program, StepBatch, page_row
+from pyserve.ops import BROKEN_ROW, PageRow, Program, StepBatch, page_row
 from pyserve.plan import Row, Rows
 from pyserve.pool import Part
-from pyserve.sampler import SampleRequest, sample, token_logprobs
+from pyserve.sampler import SampleRequest, has_broken_row, sample, token_logprobs
 from pyserve.sequence import Sequence
 from pyserve.slot_sampling import Sampling, SlotSampling
 from pyserve.types import TokenLogprobs
@@ -52,11 +52,18 @@ class Step:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step gave: the token of each of its samples, in order, and by sequence id what else was asked for."""
+    """What a step gave: the token of each of its samples, in order, and by sequence id what else was asked for. The ids
+    of sequences whose logits were none to go on with are `broken`; BROKEN_ROW may stand for their tokens.
+    """
 
     picked: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # of those tokens
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    broken: set[int] = field(default_factory=set)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.picked) - (self.picked.count(BROKEN_ROW) if self.broken else 0)
 
 
 class _Slots:
@@ -237,7 +244,11 @@ class Runner:
 
     def collect(self, step: Step) -> StepResult:
         """The result of the step that was started first. Raises RuntimeError or ValueError when it failed."""
-        return StepResult(self._program.collect().tolist())
+        picked: list[int] = self._program.collect().tolist()
+        result = StepResult(picked)
+        if BROKEN_ROW in picked:
+            result.broken = {id for id, token in zip(step.ids, picked, strict=True) if token == BROKEN_ROW}
+        return result
 
     def run(self, step: Step) -> StepResult:
         """Run any prepared step, log-probabilities included, in the calling thread.
@@ -246,13 +257,16 @@ class Runner:
         """
         assert step.sources is None, "its tokens are not known"
         logits = self._program.run(step.batch, self._kv.tensor)  # [samples, vocab]
-        prompt_logprobs = {row.sequence.id: _score(logits, row, first) for row, first in step.scored}
+        broken = {row.sequence.id for row, first in step.scored if has_broken_row(logits[first : first + row.length])}
+        scored = [(row, first) for row, first in step.scored if row.sequence.id not in broken]
+        prompt_logprobs = {row.sequence.id: _score(logits, row, first) for row, first in scored}
         if not step.sample_at:
-            return StepResult([], {}, prompt_logprobs)
+            return StepResult([], {}, prompt_logprobs, broken)
         wanted = logits if len(step.sample_at) == logits.shape[0] else logits[torch.tensor(step.sample_at)]
         sampled = sample(wanted, step.sampling.requests, self._program.sample)
         logprobs = {id: each.logprobs for id, each in zip(step.ids, sampled, strict=True) if each.logprobs is not None}
-        return StepResult([each.token for each in sampled], logprobs, prompt_logprobs)
+        broken |= {id for id, each in zip(step.ids, sampled, strict=True) if each.token == BROKEN_ROW}
+        return StepResult([each.token for each in sampled], logprobs, prompt_logprobs, broken)
 
 
 def _score(logits: torch.Tensor, row: Row, first: int) -> list[TokenLogprobs]:

@@ -5,7 +5,10 @@ Each row is adjusted and sampled by itself, in one fixed order of arithmetic, an
 
 Order for a row: logit_bias, then the penalties as llama.cpp applies them (a window of `repeat_last_n` tokens, the
 prompt's included), then bans, which come last so that nothing lifts them; log-probabilities are taken here; then
-truncation and temperature in the kernel, which never picks NaN or minus infinity while there is another logit.
+truncation and temperature in the kernel, which never picks minus infinity.
+
+A row that has a NaN, or whose largest logit is not finite, is none to pick from: something is wrong with the weights or
+with a kernel, and nothing is made of it but BROKEN_ROW. The kernel finds that out where it looks for the largest.
 """
 
 from __future__ import annotations
@@ -17,11 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyserve.ops import sample_rows
+from pyserve.ops import BROKEN_ROW, sample_rows
 from pyserve.types import SamplingParams, TokenLogprobs
 
 _LOWEST = torch.finfo(torch.float32).min
-_HIGHEST = torch.finfo(torch.float32).max
 _NEVER = float("-inf")
 _NEVER_ENDS = 2**63
 _NO_PENALTIES = (1.0, 0.0, 0.0)
@@ -141,7 +143,7 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The token picked for one row, and its log-probabilities where they were asked for."""
+    """The token picked for one row, or BROKEN_ROW, and the token's log-probabilities where they were asked for."""
 
     token: int
     logprobs: TokenLogprobs | None
@@ -173,13 +175,18 @@ def sample(logits: torch.Tensor, requests: Sequence[SampleRequest], pick: Pick =
     ]
 
 
+def has_broken_row(logits: torch.Tensor) -> bool:
+    """Whether the kernel would find one in `logits`, f32 [rows, vocab]."""
+    return not bool(logits.amax(dim=1).isfinite().all())  # a NaN is larger than anything there
+
+
 def token_logprobs(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:
-    """Log-probability of `token` and the `num_top` most probable tokens, ties by lower id. `logits`: f32 [vocab].
+    """Log-probability of `token` and the `num_top` most probable tokens, ties by lower id. `logits`: f32 [vocab], not
+    broken.
 
     Probability 0 is the lowest float, which JSON can carry, and not -inf.
     """
-    usable = logits.nan_to_num(nan=_NEVER, posinf=_HIGHEST, neginf=_NEVER)
-    logprobs = torch.log_softmax(usable, dim=-1).nan_to_num_(nan=_LOWEST, neginf=_LOWEST)  # [vocab]
+    logprobs = torch.log_softmax(logits, dim=-1).nan_to_num_(neginf=_LOWEST)  # [vocab]
     return TokenLogprobs(token, float(logprobs[token]), _most_probable(logprobs, num_top))
 
 
@@ -196,7 +203,9 @@ def _most_probable(logprobs: torch.Tensor, num_top: int) -> tuple[tuple[int, flo
 
 
 def _wanted_logprobs(logits: torch.Tensor, row: int, token: int, params: SamplingParams) -> TokenLogprobs | None:
-    return None if params.num_logprobs is None else token_logprobs(logits[row], token, params.num_logprobs)
+    if params.num_logprobs is None or token == BROKEN_ROW:
+        return None
+    return token_logprobs(logits[row], token, params.num_logprobs)
 
 
 def _adjust(logits: torch.Tensor, request: SampleRequest) -> None:

@@ -40,6 +40,7 @@ struct LinearKernels {
   void (*rms_norm)(const float* x, const float* weight, float eps, float* out, int64_t width);
   void (*gated)(Activation kind, const float* gate, const float* up, float* out, int64_t width);
   void (*exp_scaled)(const float* x, float shift, float divisor, float* out, int64_t width);  // exp((x - shift) / divisor)
+  float (*largest)(const float* x, int64_t width);                                            // NaN where any is
 };
 
 // The table for isa().

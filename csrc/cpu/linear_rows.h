@@ -1,4 +1,4 @@
-// Kernels over one row of activations: quantisation, norm, gated activation, exponential.
+// Kernels over one row of activations: quantisation, norm, gated activation, exponential, maximum.
 //
 // Sums run over 16 columns side by side, whatever the width of a register, and are added up in one order; a width that is no multiple of 16 ends in a
 // padded copy.
@@ -131,6 +131,33 @@ void exp_scaled_row(const float* x, float shift, float divisor, float* out, int6
     for (int i = 0; i < 16; i += V::lanes)
       V::store(to + i, exponential<V>((V::load(in[0] + i) - V::all(shift)) / V::all(divisor)));
   });
+}
+
+// NaN where any of them is. Four registers side by side, so that none waits for the one before it.
+template <class V>
+float largest_row(const float* x, int64_t width) {
+  constexpr int kSideBySide = 4, step = kSideBySide * V::lanes;
+  typename V::Float best[kSideBySide];
+  typename V::Int magnitude = V::all_int(0);  // magnitudes order as integers, with infinity and NaN above all
+  for (auto& part : best) part = V::all(-INFINITY);
+  const auto take = [&](const float* at) __attribute__((always_inline)) {
+    for (int i = 0; i < kSideBySide; ++i) {
+      const typename V::Float value = V::load(at + i * V::lanes);
+      best[i] = V::max(value, best[i]);  // in this order a NaN goes
+      magnitude = V::max_int(magnitude, V::and_int(V::bits_of(value), V::all_int(0x7fffffff)));
+    }
+  };
+  int64_t i = 0;
+  for (; i + step <= width; i += step) take(x + i);
+  float lanes[step];
+  for (float& lane : lanes) lane = -INFINITY;
+  std::memcpy(lanes, x + i, size_t(width - i) * 4);
+  take(lanes);
+  if (V::max_lane(magnitude) > 0x7f800000) return NAN;
+  for (int part = 0; part < kSideBySide; ++part) V::store(lanes + part * V::lanes, best[part]);
+  float largest = lanes[0];
+  for (float lane : lanes) largest = lane > largest ? lane : largest;
+  return largest;
 }
 
 }  // namespace pyserve

@@ -21,7 +21,8 @@ constexpr void fill_floats(LinearKernels& table, std::integer_sequence<int, m...
 
 template <class V>
 constexpr LinearKernels make_linear_kernels(const char* name) {
-  LinearKernels table{name, V::tile_m, kTileRows / (V::lanes * V::groups), {}, {}, quantise_row<V>, rms_norm_row<V>, gated_row<V>, exp_scaled_row<V>};
+  LinearKernels table{name, V::tile_m, kTileRows / (V::lanes * V::groups), {}, {}, quantise_row<V>, rms_norm_row<V>, gated_row<V>, exp_scaled_row<V>,
+                      largest_row<V>};
   constexpr auto sizes = std::make_integer_sequence<int, V::tile_m>();
   fill_floats<V, WeightType::f32>(table, sizes);
   fill_floats<V, WeightType::f16>(table, sizes);

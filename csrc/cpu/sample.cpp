@@ -2,7 +2,8 @@
 //
 // Truncation comes first and temperature last, in the order of llama.cpp's default chain: the top_k most probable; of these the fewest that hold top_p of
 // their probability; of these the ones with at least min_p of the best one's. Equal logits rank by id, the lower first. What remains is weighed with the
-// temperature and one number drawn from (seed, position) picks. Minus infinity and NaN are never picked, as long as there is another logit.
+// temperature and one number drawn from (seed, position) picks. Minus infinity, which is what a ban leaves, is never picked. A row with a NaN, or whose largest
+// logit is not finite, is none to pick from: kBrokenRow.
 //
 // The vocabulary is not sorted: only the best k are, where k is top_k or, with top_p alone, just enough to hold it.
 #include <algorithm>
@@ -34,22 +35,7 @@ double uniform(uint64_t seed, uint64_t position) {  // [0, 1), 53 bits
   return double(mix(mix(seed + step) + (position + 1) * step) >> 11) * 0x1p-53;
 }
 
-float largest(const float* logits, int64_t count) {
-  float lane[16];  // side by side, so that the compiler uses vectors; NaN never compares greater
-  std::fill(lane, lane + 16, -kInfinity);
-  int64_t i = 0;
-  for (; i + 16 <= count; i += 16)
-    for (int l = 0; l < 16; ++l) lane[l] = logits[i + l] > lane[l] ? logits[i + l] : lane[l];
-  float best = -kInfinity;
-  for (float value : lane) best = value > best ? value : best;
-  for (; i < count; ++i) best = logits[i] > best ? logits[i] : best;
-  return best;
-}
-
-int32_t first_equal(const float* logits, int64_t count, float value) {
-  const float* found = std::find(logits, logits + count, value);
-  return found == logits + count ? 0 : int32_t(found - logits);  // not found: every logit is NaN
-}
+int32_t first_equal(const float* logits, int64_t count, float value) { return int32_t(std::find(logits, logits + count, value) - logits); }
 
 bool any_above(const float* logits, float threshold) {
   int count = 0;
@@ -93,7 +79,7 @@ Nucleus measure_nucleus(const float* logits, int64_t vocab_size, float best, flo
     const int64_t count = std::min(kChunk, vocab_size - i);
     linear_kernels().exp_scaled(logits + i, best, 1.f, mass, count);
     for (int64_t j = 0; j < count; ++j) {
-      if (!(mass[j] > 0.f)) continue;  // NaN too
+      if (!(mass[j] > 0.f)) continue;
       total += mass[j];
       const float distance = (best - logits[i + j]) * 16.f;
       if (distance < num_bins) mass_in[int(distance)] += mass[j], ++tokens_in[int(distance)];
@@ -170,8 +156,9 @@ void change_logits(float* logits, int64_t stride, const LogitChange* changes, in
 }
 
 int32_t sample_row(const float* logits, int64_t vocab_size, const SampleRow& row, float* scratch) {
-  const float best = largest(logits, vocab_size);
-  if (!(row.temperature > 0) || std::isinf(best)) return first_equal(logits, vocab_size, best);
+  const float best = linear_kernels().largest(logits, vocab_size);
+  if (!std::isfinite(best)) return kBrokenRow;
+  if (!(row.temperature > 0)) return first_equal(logits, vocab_size, best);
   const float floor = row.min_p > 0 ? best + std::log(std::min(row.min_p, 1.f)) : -kInfinity;
   const double u = uniform(row.seed, row.position);
   const bool has_top_k = row.top_k > 0 && row.top_k < vocab_size, has_top_p = row.top_p < 1;

@@ -1,7 +1,8 @@
 // Sampling with a temperature: the same tokens as csrc/cpu/sample.cpp picks from the same logits.
 //
 // Order as there: the top_k most probable; of these the fewest that hold top_p of their probability; of these the ones with at least min_p of the best one's;
-// then the temperature, and one number out of (seed, position) draws. Equal logits rank by id, the lower first. NaN and minus infinity are never picked.
+// then the temperature, and one number out of (seed, position) draws. Equal logits rank by id, the lower first. Minus infinity is never picked; a broken
+// row gives kBrokenRow.
 //
 // One block a row, nothing sorted. A token is a rank: its logit as an ordered integer, then its id turned round, so that all ranks differ. Each question (who is
 // the k-th? with whom is top_p reached? whom does the draw hit?) is: the highest rank R such that the weights of all tokens at or above R reach a target. R is found
@@ -55,7 +56,7 @@ __device__ float exponential(float x) {
 
 __device__ Weight to_weight(double probability) { return static_cast<Weight>(probability * kUnits + 0.5); }
 
-__device__ bool is_usable(float logit) { return logit > -INFINITY; }  // no NaN either
+__device__ bool is_usable(float logit) { return logit > -INFINITY; }
 
 struct Row {
   const float* logits;
@@ -276,7 +277,7 @@ __global__ void __launch_bounds__(kSampleThreads, 1) draw_kernel(const float* lo
   if (threadIdx.x == 0) num_listed = 0;
   const Best best = best_of_row(row.logits, vocab_size);
   row.best = best.logit;
-  if (!(row.temperature > 0.f) || fabsf(best.logit) == INFINITY) {
+  if (!(row.temperature > 0.f) || best.id == kBrokenRow) {
     if (threadIdx.x == 0) *tokens = best.id;
     return;
   }

@@ -80,7 +80,7 @@ int pyserve_cuda_linear_half_tiled(const PackedWeight* weight, const Activations
 int pyserve_cuda_embed(const PackedWeight* table, const int32_t* tokens, int64_t num_rows, float scale, float* out, void* stream);
 int pyserve_cuda_take_rows(const float* x, int64_t width, const int32_t* rows, int64_t num_rows, float* out, void* stream);
 
-// --- sample.cu: the most probable token of each row, ties to the lower id, NaN never; int32 [num_rows]
+// --- sample.cu: the most probable token of each row, ties to the lower id, or kBrokenRow; int32 [num_rows]
 int pyserve_cuda_argmax(const float* logits, int64_t stride, int64_t vocab_size, int64_t num_rows, int32_t* tokens, void* stream);
 // A row's changes stand together, no two of one token; rows and tokens must exist. `picked`: of the step before, null where no change is `after` it. A change of
 // token -1 - i, which comes first of its row, is that of picked[i], unless one of the row's others is.
@@ -89,7 +89,7 @@ int pyserve_cuda_change_logits(float* logits, int64_t stride, const LogitChange*
 int pyserve_cuda_draw(const float* logits, int64_t stride, int64_t vocab_size, const float* real, const int64_t* whole, int64_t num_rows, int32_t* tokens,
                       void* stream);
 
-// --- follow.cu: tokens[i] < 0 becomes picked[-1 - tokens[i]]
+// --- follow.cu: tokens[i] < 0 becomes picked[-1 - tokens[i]], or 0 where that is kBrokenRow
 int pyserve_cuda_follow(int32_t* tokens, int64_t num_rows, const int32_t* picked, void* stream);
 
 }  // extern "C"

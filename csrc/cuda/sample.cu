@@ -1,7 +1,7 @@
 // Greedy sampling, and what changes logits before any sampling.
 //
-// One block a row. Each thread looks at its columns in ascending order, then pairs are compared over lanes and warps. A row of nothing but NaN gives token 0, as
-// csrc/cpu/sample.cpp does.
+// One block a row. Each thread looks at its columns in ascending order, then pairs are compared over lanes and warps. A broken row gives kBrokenRow, as csrc/cpu/sample.cpp
+// does.
 //
 // Changes: one thread for each (row, token), so no two threads touch one logit; the arithmetic of a change is csrc/cpu/sample.cpp's, in its order. What the step
 // before picked, and the host has not seen, counts in a row's window: each of the row's changes looks whether it is of that token, and where none is, the first
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kChangeThreads) change_kernel(float* logits, i
     const bool is_there = is_changed(changes, i - (threadIdx.x & 31) + asker + 1, num_changes, row, token);
     if ((threadIdx.x & 31) == asker) is_wanted = !is_there;
   }
-  if (!is_wanted) return;
+  if (!is_wanted || change.token < 0) return;  // behind a broken row there is no token
   float* place = logits + change.row * stride + change.token;
   float logit = __fadd_rn(*place, change.bias);
   if (change.count > 0.f) {

@@ -14,6 +14,7 @@ fakes.register()
 from pyserve.ops.device import CpuDevice, Device, PoolShape, open_device  # noqa: E402  what follows needs the extension
 from pyserve.ops.kv import allocate_pool, map_memory, page_bytes  # noqa: E402
 from pyserve.ops.program import (  # noqa: E402
+    BROKEN_ROW,
     AttentionShape,
     Program,
     Register,
@@ -36,6 +37,7 @@ from pyserve.ops.stream import (  # noqa: E402
 from pyserve.ops.weights import PackedWeight, pack  # noqa: E402
 
 __all__ = [
+    "BROKEN_ROW",
     "AttentionShape",
     "CopyEvent",
     "CopyFailed",

@@ -85,6 +85,9 @@ class Weighing:
     values: torch.Tensor  # float32 [n, 2]: bias, and how often the token is in the window of the row's penalties
 
 
+BROKEN_ROW = -1  # in place of a token: its row of logits is none to pick from (kBrokenRow in csrc/ops.h)
+
+
 def sample_rows(logits: torch.Tensor, real: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """As `Program.sample`, without a program: one row after the other in the calling thread."""
     rows = zip(logits, real.tolist(), whole.tolist(), strict=True)
@@ -216,7 +219,8 @@ class Program:
         """The next token of each row, int32 [R], by the program's threads and without the GIL.
 
         `logits` float32 [R, vocab]; `real` float32 [R, 3]: temperature, top_p, min_p; `whole` int64 [R, 3]: top_k,
-        seed, position. Every row is picked as `torch.ops.pyserve.sample_row` picks it alone.
+        seed, position. Every row is picked as `torch.ops.pyserve.sample_row` picks it alone. BROKEN_ROW where a logit
+        is NaN, or the largest is not finite.
         """
         result: torch.Tensor = self._handle.sample(logits, real, whole)
         return result
@@ -256,6 +260,6 @@ class Program:
         return len(os.read(self.fileno(), 64))
 
     def collect(self) -> torch.Tensor:
-        """The tokens that the oldest started step picked, int32 [R]. Waits for it; raises what it raised."""
+        """What the oldest started step picked, as `sample`: int32 [R]. Waits for it; raises what it raised."""
         result: torch.Tensor = self._collect()
         return result

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pyserve.ops import reference_linear
+from pyserve.ops import BROKEN_ROW, reference_linear
 from tests.cuda.attention_case import BF16, F16, F32, HALF_UNIT, call, to_float
 from tests.cuda.build import POLICIES, EmulatorError, Library
 from tests.cuda.row_cases import (
@@ -86,16 +86,19 @@ def test_rows_are_the_same_alone_and_in_company(library: Library) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_argmax_takes_the_lower_of_equal_ids_and_never_nan(library: Library, policy: int) -> None:
+def test_argmax_takes_the_lower_of_equal_ids_and_nothing_of_a_broken_row(library: Library, policy: int) -> None:
     library.configure(policy)
-    logits = np.round(normal(4, 7, 1100))
+    logits = np.round(normal(4, 12, 1100))
     logits[1, [3, 700, 1099]] = 50
     logits[2, 1099], logits[3, 0] = 50, 50
     logits[4, :] = np.nan
     logits[5, :], logits[5, 2] = -np.inf, np.nan
     logits[6, :600], logits[6, 650] = np.nan, np.inf
-    want = np.where(np.isnan(logits), -np.inf, logits).argmax(1)
-    want[1:7] = [3, 1099, 0, 0, 0, 650]
+    logits[7, 1099], logits[8, 0] = np.nan, -np.float32(np.nan)
+    logits[9, 5], logits[10, :] = np.inf, -np.inf
+    logits[11, :], logits[11, 1098] = -np.inf, -7
+    want = logits.argmax(1)
+    want[1:12] = [3, 1099, 0, *[BROKEN_ROW] * 7, 1098]
     np.testing.assert_array_equal(argmax(library, logits), want)
 
 

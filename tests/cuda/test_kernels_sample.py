@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-import pyserve.ops  # noqa: F401  loads the CPU's kernels
+from pyserve.ops import BROKEN_ROW
 from pyserve.sampler import SampleRequest, sample
 from pyserve.types import SamplingParams
 from tests.cuda.build import IN_ORDER, POLICIES, REVERSE, EmulatorError, Library
@@ -95,24 +95,27 @@ def test_a_row_is_the_same_alone_and_in_company(library: Library) -> None:
         assert draw(library, logits[i : i + 1].copy(), [each]).tolist() == [together[i]]
 
 
-@pytest.mark.parametrize("bad", [-np.inf, np.nan])
-def test_what_is_banned_is_never_picked(library: Library, bad: float) -> None:
-    """Nothing but a few tokens is left; where nothing is, the token is 0."""
+def test_what_is_banned_is_never_picked(library: Library) -> None:
+    """Nothing but a few tokens is left; where nothing is, there is no token."""
     draws = many(1)
     library.configure(IN_ORDER)
-    logits = np.full((len(draws), 900), bad, np.float32)
-    assert draw(library, logits, draws).tolist() == [0] * len(draws)
+    logits = np.full((len(draws), 900), -np.inf, np.float32)
+    assert draw(library, logits, draws).tolist() == [BROKEN_ROW] * len(draws)
     logits[:, [17, 18, 800]] = 1.0, 1.0, 0.5
     tokens = draw(library, logits, draws)
     assert {17, 18} <= set(tokens.tolist()) <= {17, 18, 800}
     assert tokens.tolist() == on_cpu(logits, draws)
 
 
-def test_an_infinite_logit_wins(library: Library) -> None:
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("place", [0, 60, 99])
+def test_a_broken_row_gives_no_token_and_the_others_theirs(library: Library, bad: float, place: int) -> None:
     library.configure(IN_ORDER)
-    logits = normal(6, len(SETTINGS), 100)
-    logits[:, [60, 70]] = np.inf
-    assert draw(library, logits, list(SETTINGS)).tolist() == [60] * len(SETTINGS)
+    draws, logits = [*SETTINGS, *SETTINGS], normal(6, 2 * len(SETTINGS), 100)
+    logits[: len(SETTINGS), place] = bad
+    tokens = draw(library, logits, draws).tolist()
+    assert tokens == [BROKEN_ROW] * len(SETTINGS) + on_cpu(logits[len(SETTINGS) :].copy(), list(SETTINGS))
+    assert on_cpu(logits, draws) == tokens
 
 
 def test_a_row_longer_than_its_vocabulary(library: Library) -> None:
@@ -176,6 +179,20 @@ def test_the_token_before_counts_whether_or_not_it_is_among_the_changes(library:
     got = change_logits(library, logits, changes, np.array([12, 7], np.int32))
     np.testing.assert_array_equal(got, change_logits(library, logits, wanted))
     assert (got != logits).sum() == len(known) + 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_behind_a_broken_row_no_token_before_counts(library: Library, policy: int) -> None:
+    library.configure(policy)
+    logits, penalties = normal(10, 3, 40), (1.3, 0.4, 0.2)
+    changes = [
+        LogitChange(1, -1, 0.0, 1.0, *penalties),
+        LogitChange(1, 39, 1.0, 1.0, *penalties, 0, -1),
+        LogitChange(2, -2, 0.0, 1.0, *penalties),
+    ]
+    got = change_logits(library, logits, changes, np.array([BROKEN_ROW, 5], np.int32))
+    wanted = [LogitChange(1, 39, 1.0, 1.0, *penalties), LogitChange(2, 5, 0.0, 1.0, *penalties)]
+    np.testing.assert_array_equal(got, change_logits(library, logits, wanted))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

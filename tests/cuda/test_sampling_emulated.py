@@ -69,6 +69,23 @@ def test_started_steps_draw_what_the_cpus_sampler_picks(opened: ops.Device, mode
     assert len({*first, *second}) > 2
 
 
+@pytest.mark.parametrize("is_greedy", [False, True])
+def test_behind_a_broken_row_the_others_go_on(opened: ops.Device, model: Model, is_greedy: bool) -> None:
+    """Everything is banned in row 1: the device has no token for the row behind it, and the host is told of none."""
+    real = torch.zeros(3, 3) if is_greedy else REAL
+    every = torch.arange(model.program.vocab_size)
+    bans = torch.stack([torch.ones_like(every), every], 1)
+    found = []
+    for banned in (BANS[:0], bans):
+        pool, program = new_pool(opened), model.program
+        program.start(step(0, [60, 61, 62]), pool, real, WHOLE, banned)
+        program.start(step(1, [0, 0, 0]), pool, real, WHOLE + 1, BANS[:0], ints([0, 1, 2]))
+        found.append([program.collect().tolist(), program.collect().tolist()])
+    (first, second), (first_banned, second_banned) = found
+    assert first_banned == [first[0], ops.BROKEN_ROW, first[2]]
+    assert [second_banned[0], second_banned[2]] == [second[0], second[2]]
+
+
 def test_a_prompt_is_drawn_from_and_the_next_step_follows_it(opened: ops.Device, model: Model) -> None:
     """Sampled rows of a step that is not a decode step, some of them greedy, then the most probable tokens."""
     pool, program = new_pool(opened), model.program

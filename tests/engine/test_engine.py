@@ -202,7 +202,7 @@ def test_a_failed_step_does_not_end_those_who_are_parked(tiny_model: Model, capl
         else:
             assert outcome.tokens == alone(tiny_model, chat)
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
-        f"a step of {len(in_step)} sequences failed: the device is on fire"
+        f"{len(in_step)} sequences end: the step failed: the device is on fire"
     ]
     assert_clean(result)
 

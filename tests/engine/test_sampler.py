@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pyserve.sampler import Sampled, SampleRequest, sample, token_logprobs
+from pyserve.ops import BROKEN_ROW
+from pyserve.sampler import Sampled, SampleRequest, has_broken_row, sample, token_logprobs
 from pyserve.types import SamplingParams
 
 LOWEST = torch.finfo(torch.float32).min
@@ -209,17 +210,28 @@ def test_ids_outside_the_vocabulary_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, PLAIN, SamplingParams()])
-def test_nan_is_never_picked_and_infinity_is_the_most_probable(params: SamplingParams) -> None:
+@pytest.mark.parametrize("num_logprobs", [None, 2])
+def test_of_numbers_that_are_none_nothing_is_made(params: SamplingParams, num_logprobs: int | None) -> None:
     nan, inf = float("nan"), float("inf")
-    assert one([nan, 1.0, nan], params).token == 1
-    assert one([0.0, inf, 5.0, -inf], params).token == 1
+    params = replace(params, num_logprobs=num_logprobs)
+    for logits in ([nan, 1.0, 2.0], [1.0, nan, -inf], [0.0, inf, 5.0], [-inf] * 3, [nan] * 3):
+        assert one(logits, params) == Sampled(BROKEN_ROW, None), logits
+        assert has_broken_row(torch.tensor([[0.0, 1.0, 2.0], logits]))
     assert one([-inf, -inf, -3.0], params).token == 2
+    assert not has_broken_row(torch.tensor([[0.0, 1.0, 2.0], [-inf, -inf, -3.0]]))
 
 
-@pytest.mark.parametrize("params", [GREEDY, PLAIN, SamplingParams()])
-@pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf"), 0.0])
-def test_a_row_of_one_value_still_gives_a_token(params: SamplingParams, value: float) -> None:
-    assert 0 <= one([value] * 5, params).token < 5
+def test_a_broken_row_changes_nothing_for_the_others() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, float("nan"), 9.0], [4.0, 3.0, 1.0]])
+    requests = [SampleRequest(params, [0], 1) for params in (GREEDY, GREEDY, PLAIN)]
+    alone = sample(logits[2:].clone(), requests[2:])
+    assert [each.token for each in sample(logits, requests)] == [1, BROKEN_ROW, alone[0].token]
+
+
+def test_when_everything_is_banned_there_is_no_token() -> None:
+    bans = tuple((token, float("-inf")) for token in range(3))
+    assert one([1.0, 2.0, 3.0], replace(PLAIN, logit_bias=bans)).token == BROKEN_ROW
+    assert one([1.0, 2.0, 3.0], replace(GREEDY, logit_bias=bans[:2])).token == 2
 
 
 def test_very_low_and_very_high_temperatures_give_finite_choices() -> None:
@@ -268,7 +280,7 @@ def test_more_alternatives_than_tokens_give_the_whole_vocabulary() -> None:
 
 
 def test_probability_zero_is_reported_as_the_lowest_float() -> None:
-    entry = token_logprobs(torch.tensor([0.0, float("-inf"), float("nan")]), 1, 3)
+    entry = token_logprobs(torch.tensor([0.0, float("-inf"), float("-inf")]), 1, 3)
     assert entry.logprob == LOWEST
     assert dict(entry.top) == {0: 0.0, 1: LOWEST, 2: LOWEST}
     banned = one([0.0, 3.0], replace(GREEDY, banned_until=((1, 9),), num_logprobs=2))
@@ -276,7 +288,6 @@ def test_probability_zero_is_reported_as_the_lowest_float() -> None:
 
 
 def test_scoring_a_token_leaves_the_logits_as_they_were() -> None:
-    logits = torch.tensor([float("nan"), 1.0, float("inf")])
+    logits = torch.tensor([float("-inf"), 1.0, 2.0])
     token_logprobs(logits, 1, 2)
-    assert logits[0].isnan()
-    assert logits[1:].tolist() == [1.0, float("inf")]
+    assert logits.tolist() == [float("-inf"), 1.0, 2.0]

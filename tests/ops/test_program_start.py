@@ -7,7 +7,7 @@ import select
 import pytest
 import torch
 
-from pyserve.ops import Program, StepBatch, Weighing
+from pyserve.ops import BROKEN_ROW, Program, StepBatch, Weighing
 from tests.ops.paged import ints
 from tests.ops.small_model import SmallModel, batch_of
 from tests.ops.weighed import check_picked, picked_by_the_program, picked_by_the_sampler
@@ -53,6 +53,25 @@ def test_a_step_behind_another_takes_its_tokens_from_it() -> None:
     known = StepBatch(wanted[[2, 0]].contiguous(), *[getattr(behind, name) for name in StepBatch.__slots__[1:]])
     assert torch.equal(next_picked, other.run(known, other_kv).argmax(1).int())
     assert torch.equal(kv, other_kv)
+
+
+def test_a_row_that_is_broken_leaves_the_step_behind_it_to_the_others() -> None:
+    """Everything is banned in sequence 1, so that there is no token for the step behind to compute."""
+    model = SmallModel()
+    program, kv = model.program(), model.pool(6, 4)
+    every = torch.arange(program.vocab_size)
+    bans = torch.stack([torch.ones_like(every), every], 1)
+    program.start(sample_rows(prompts()), kv, *tables(3)[:2], bans)
+    behind = StepBatch(ints([0, 0, 0]), ints([3, 1, 2]), ints([0, 1, 2]), PAGE_TABLE, ints([0, 1, 2]))
+    program.start(behind, kv, *tables(3), ints([0, 1, 2]))
+    picked, next_picked = program.collect(), program.collect()
+
+    other, other_kv = model.program(), model.pool(6, 4)
+    other.start(sample_rows(prompts()), other_kv, *tables(3))
+    other.start(behind, other_kv, *tables(3), ints([0, 1, 2]))
+    wanted, next_wanted = other.collect(), other.collect()
+    assert picked.tolist() == [wanted[0], BROKEN_ROW, wanted[2]]
+    assert next_picked[[0, 2]].tolist() == next_wanted[[0, 2]].tolist()
 
 
 def test_two_steps_at_most_are_started() -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import pyserve.ops  # noqa: F401  loads the kernels
+from pyserve.ops import BROKEN_ROW
 from pyserve.ops import reference_linear as reference
 
 
@@ -72,9 +72,8 @@ def test_without_temperature_the_first_of_the_best_is_picked(temperature: float)
     "options",
     [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 7, "top_p": 0.9, "min_p": 0.01}, {"temperature": 0.0}],
 )
-@pytest.mark.parametrize("bad", [-math.inf, math.nan])
-def test_banned_tokens_are_never_picked(options: dict[str, float], bad: float) -> None:
-    logits = torch.full((5000,), bad)
+def test_banned_tokens_are_never_picked(options: dict[str, float]) -> None:
+    logits = torch.full((5000,), -math.inf)
     allowed = {17, 18, 4000}
     logits[sorted(allowed)] = torch.tensor([1.0, 1.0, 0.5])
     picked = {sample(logits, **{"temperature": 1.0, **options}, seed=1, position=i) for i in range(200)}  # type: ignore[arg-type]
@@ -82,15 +81,22 @@ def test_banned_tokens_are_never_picked(options: dict[str, float], bad: float) -
     assert len(picked) == (1 if "temperature" in options else 3)
 
 
-@pytest.mark.parametrize("logits", [torch.full((100,), -math.inf), torch.full((100,), math.nan), torch.zeros(1)])
-def test_a_row_without_a_choice_still_gives_a_token(logits: torch.Tensor) -> None:
-    assert sample(logits, 1.0, top_k=3, top_p=0.5) == 0
-
-
-def test_an_infinite_logit_wins() -> None:
-    logits = torch.randn(100)
-    logits[[60, 70]] = math.inf
-    assert sample(logits, 1.0, top_p=0.9) == 60
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.5}, {"temperature": 0.0}]
+)
+@pytest.mark.parametrize("vocab", [1, 5, 64, 1027])
+def test_a_row_that_is_none_to_pick_from_gives_no_token(options: dict[str, float], vocab: int) -> None:
+    for place in {0, vocab // 2, vocab - 1}:
+        for bad in (math.nan, math.inf):
+            logits = random_logits(vocab, 3, 2.0)
+            assert 0 <= sample(logits, **options) < vocab  # type: ignore[arg-type]
+            logits[place] = bad
+            assert sample(logits, **options) == BROKEN_ROW, (place, bad)  # type: ignore[arg-type]
+            logits[:] = -math.inf
+            logits[place] = bad
+            assert sample(logits, **options) == BROKEN_ROW, (place, bad)  # type: ignore[arg-type]
+    for bad in (math.nan, -math.nan, math.inf, -math.inf):
+        assert sample(torch.full((vocab,), bad), **options) == BROKEN_ROW  # type: ignore[arg-type]
 
 
 def test_top_k_keeps_the_lower_ids_of_equal_logits() -> None:

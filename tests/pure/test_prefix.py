@@ -52,6 +52,28 @@ def test_the_least_recently_used_goes_first_and_leaves_before_what_they_stand_on
     assert pool.num_free == 16
 
 
+def test_what_is_no_good_is_dropped_but_for_what_others_hold_or_follow() -> None:
+    pool = Pool(16)
+    cache = PrefixCache(pool, 4)
+    bad = fill(cache, pool, numbers(0, 16))
+    other_tokens = [*numbers(0, 8), *numbers(50, 4)]
+    other = fill(cache, pool, other_tokens)
+    assert other[:2] == bad[:2]
+    private = pool.allocate(1)  # the last page of the bad one is not full
+    leave(cache, pool, bad)
+    pool.release(private)
+    cache.drop([*bad, *private])
+    cache.check_integrity()
+    pool.check_integrity()
+    assert [node.page for node in cache.match(numbers(0, 16), 4)] == bad[:2]
+    leave(cache, pool, other)
+    cache.drop(bad)
+    assert [node.page for node in cache.match(other_tokens, 3)] == other
+    cache.drop(other)
+    cache.check_integrity()
+    assert cache.match(other_tokens, 3) == [] and pool.num_free == 16
+
+
 def test_use_makes_recent() -> None:
     pool = Pool(16)
     cache = PrefixCache(pool, 4)
