@@ -239,12 +239,19 @@ class Residents:
             self._register(sequence, self._num_in_common(sequence), is_filling=True)
 
     def _num_in_common(self, sequence: Sequence) -> int:
-        """How many of its full pages another begins with as well who has not ended."""
+        """How many of its full pages another begins with as well who has not ended; all of them, if one has said so far
+        what it says, and may go on like that.
+        """
         size, found = self._view.limits.page_size, 0
         for other in self._view.live.values():
-            if other is not sequence:
-                num_pages = min(sequence.num_computed, len(other.tokens)) // size
-                found = num_common_pages(other.tokens, sequence.tokens, size, num_pages, beyond=found)
+            if other is sequence:
+                continue
+            num_tokens = len(other.tokens)
+            num_pages = min(sequence.num_computed, num_tokens) // size
+            found = num_common_pages(other.tokens, sequence.tokens, size, num_pages, beyond=found)
+            is_behind = found >= num_pages and num_tokens < sequence.num_computed
+            if is_behind and other.tokens == sequence.tokens[:num_tokens]:
+                return sequence.num_computed // size
         return found
 
     def _next_told(self, sequence: Sequence, num_told: int, num_full: int) -> int:

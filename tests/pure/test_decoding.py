@@ -10,7 +10,7 @@ from pyserve import planner
 from pyserve.plan import Limits, Plan, Rows
 from pyserve.sequence import Sequence, State
 from tests.pure.pool_driver import Driver
-from tests.pure.test_random_worlds import random_driver, walk
+from tests.pure.test_random_worlds import random_driver, roomy_limits, walk
 
 
 class Repeating(Driver):
@@ -69,6 +69,15 @@ def test_in_any_world_cells_tokens_and_pages_are_what_they_have_to_be(first_seed
         num_quiet += driver.num_quiet
         num_calm += driver.num_calm
     assert num_repeated > 1000 and num_quiet > 1000 and num_calm > 100
+
+
+def test_who_says_the_same_a_little_later_shares_what_comes_back_meanwhile() -> None:
+    """A restore takes long; another chat reaches what that one has said, is parked, and comes back behind it."""
+    dice = random.Random(2227)
+    driver = Repeating(roomy_limits(dice), host_pages=dice.choice([30, 1 << 20, 1 << 20]))
+    walk(driver, dice)
+    driver.run(driver.patience())
+    driver.check_all_ended()
 
 
 def test_pages_are_taken_when_they_are_with_a_plan_for_every_step() -> None:
