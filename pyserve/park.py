@@ -69,7 +69,7 @@ class Parking:
         budget_bytes: int,
         stream: CopyStream | None = None,
         disk: DiskTier | None = None,
-        verify: str = "sample",
+        verify: str = "all",
         deadline_s: float = _DEADLINE_S,
     ) -> None:
         """`verify`: off, sample or all. `deadline_s`: what a copy may take, beside some time for its size."""

@@ -46,7 +46,7 @@ class Settings:
     preempt_ram_mib: int = 8192
     preempt_disk: str | None = None
     preempt_disk_limit_mib: int = 65536
-    verify_parks: str = "sample"
+    verify_parks: str = "all"
     preempt_async: bool = True
     preempt_every: int = 0
     preempt_planner: bool = True
@@ -186,7 +186,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("preempt_disk_limit_mib", ("--preempt-disk-limit",), "PYSERVE_PREEMPT_DISK_LIMIT", "MiB", _integer(0),
            "most disk space that parked sequences may take"),
     Option("verify_parks", ("--verify-parks",), "PYSERVE_VERIFY_PARKS", "|".join(VERIFY), _one_of(VERIFY),
-           "pages whose hash is taken when they are parked and checked when they are restored; sample is every eighth"),
+           "pages whose hash is taken when they are parked and checked when they are restored; sample is every eighth in "
+           "memory, all on disk"),
     Option("preempt_async", ("--preempt-async",), "PYSERVE_PREEMPT_ASYNC", "on|off", _switch,
            "copy parked and restored state beside the decoding steps instead of between them", is_switch=True),
     Option("preempt_every", ("--preempt-every",), "PYSERVE_PREEMPT_EVERY", "TOKENS", _integer(0),

@@ -21,7 +21,7 @@ class Tiers:
     """Host arena and disk, and the stream that copies between them and the pool."""
 
     def __init__(
-        self, kv: KvStore, arena: HostArena, stream: CopyStream, disk: DiskTier | None = None, verify: str = "sample"
+        self, kv: KvStore, arena: HostArena, stream: CopyStream, disk: DiskTier | None = None, verify: str = "all"
     ) -> None:
         """`verify`: off, sample or all."""
         self.arena = arena
