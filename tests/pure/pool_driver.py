@@ -133,9 +133,10 @@ class Driver:
         sequence, content, tier = restore.sequence, self.host.pop(id), Tier.DISK if id in self.on_disk else Tier.RAM
         for page, cells in zip(restore.pages, content[restore.num_shared :], strict=False):
             self.kv[page] = [None] * self.limits.page_size if is_failed else list(cells)
+        sharers = self._pop_sharers(id)
         if is_failed or restore.is_forsaken:
-            for other in self.restores_in_flight.values():
-                other.is_forsaken |= id in other.behind
+            for other in sharers:
+                other.is_forsaken = True
             is_kept = self.are_forsaken_kept and not (is_failed or restore.is_lost)
             is_kept = is_kept and sequence.state is State.RESTORING
             self.ledger.restore_failed(sequence, tier if is_kept else None)
@@ -148,6 +149,13 @@ class Driver:
             self.ledger.restore_landed(sequence)
         self.on_disk.discard(id)
 
+    def _pop_sharers(self, id: int) -> list[Incoming]:
+        """Those in flight behind this copy, which is over. Whose it was may come back once more before they land."""
+        sharers = [other for other in self.restores_in_flight.values() if id in other.behind]
+        for other in sharers:
+            other.behind.discard(id)
+        return sharers
+
     def give_up(self, id: int) -> None:
         """A copy is not done in its time: nobody waits for it any more."""
         copy_id = self.num_given_up = self.num_given_up + 1
@@ -158,9 +166,8 @@ class Driver:
             restore = self.restores_in_flight.pop(id)
             sequence = restore.sequence
             self.overdue[copy_id] = Overdue(restore.pages)
-            for other in self.restores_in_flight.values():
-                if id in other.behind:
-                    other.is_forsaken = other.is_lost = True
+            for other in self._pop_sharers(id):
+                other.is_forsaken = other.is_lost = True
         self._drop(id)
         self.ledger.copy_overdue(sequence, copy_id, self.now_ms)
 
