@@ -66,8 +66,7 @@ class Ledger(Census):
             request = sequence.request
             wanted = limits.context_len if request.max_tokens is None else max(1, request.max_tokens)
             sequence.max_cells = min(limits.context_len, sequence.prompt_len + wanted - 1)
-            known = view.cache.match(sequence.tokens, view.match_limit(sequence))
-            sequence.num_known = len(known) * limits.page_size
+            sequence.num_known = view.known_tokens(sequence)
             view.live[sequence.id] = sequence
             view.waiting.append(sequence)
             if sequence.prompt_len > limits.context_len:

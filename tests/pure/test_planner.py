@@ -6,6 +6,7 @@ import pytest
 
 from pyserve.errors import Unavailable
 from pyserve.plan import Limits
+from pyserve.prefix import Node
 from pyserve.sequence import State, Tier
 from tests.pure.pool_driver import Driver
 from tests.pure.test_liveness import driver_of, prompt, until_parked
@@ -213,6 +214,32 @@ def test_nobody_passes_a_chat_for_what_the_prompt_cache_has_of_it() -> None:
     driver.run(500)
     assert [each.id for each in driver.finished] == [0, 1, 3, 4, 2, 5]
     assert driver.finished[2].num_cached >= 592
+
+
+def test_what_the_prompt_cache_has_of_a_group_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk through all pages of a long prompt for each of the group held the loop up. Who heads it when the first has
+    hung up is passed for none of them either.
+    """
+    driver = driver_of(4096, num_slots=1, batch_tokens=2048, rotation_delay_ms=1e9)
+    driver.submit([prompt(600, 1)], 2)
+    driver.run(50)
+    driver.submit([prompt(10, 99)], 10)
+    driver.iterate()
+    lookups: list[list[int]] = []
+    match = driver.ledger._view.cache.match
+
+    def counted(tokens: list[int], max_pages: int, **options: bool) -> list[Node]:
+        lookups.append(tokens)
+        return match(tokens, max_pages, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(driver.ledger._view.cache, "match", counted)
+        group = driver.submit([prompt(600, 1)] * 3, 2, is_led=True)
+    assert len(lookups) == 1
+    driver.cancel(group[0])
+    driver.submit([prompt(10, 4)], 2)
+    driver.run(500)
+    assert [each.id for each in driver.finished] == [0, 1, 3, 4, 5]
 
 
 def test_of_those_that_come_together_the_short_go_first() -> None:
