@@ -186,8 +186,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("preempt_disk_limit_mib", ("--preempt-disk-limit",), "PYSERVE_PREEMPT_DISK_LIMIT", "MiB", _integer(0),
            "most disk space that parked sequences may take"),
     Option("verify_parks", ("--verify-parks",), "PYSERVE_VERIFY_PARKS", "|".join(VERIFY), _one_of(VERIFY),
-           "pages whose hash is taken when they are parked and checked when they are restored; sample is every eighth in "
-           "memory, all on disk"),
+           "pages whose hash is taken when they are parked and checked when they are restored; sample is every eighth "
+           "in memory, all on disk"),
     Option("preempt_async", ("--preempt-async",), "PYSERVE_PREEMPT_ASYNC", "on|off", _switch,
            "copy parked and restored state beside the decoding steps instead of between them", is_switch=True),
     Option("preempt_every", ("--preempt-every",), "PYSERVE_PREEMPT_EVERY", "TOKENS", _integer(0),
