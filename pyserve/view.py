@@ -231,7 +231,7 @@ class View:
         return num_tokens // self.limits.page_size
 
     def known_tokens(self, sequence: Sequence) -> int:
-        """Tokens of a prompt that the prompt cache has now. A group's is looked up once: 131,072 small pages take 50 ms."""
+        """Tokens of a prompt that the cache has now. A group's is looked up once: 131,072 small pages take 50 ms."""
         if sequence.prompt_leader is not None:
             return self.live[sequence.prompt_leader].num_known
         return len(self.cache.match(sequence.tokens, self.match_limit(sequence))) * self.limits.page_size
