@@ -124,9 +124,13 @@ class PrefixCache:
 
     def end_of_shared(self, tokens: Sequence[int], max_pages: int) -> int:
         """The last page of the chain that `tokens` start with and some sequence holds; without any the root's."""
-        num_pages = self.num_shared(tokens, max_pages, ())
-        chain = self.match(tokens, num_pages)
-        return chain[-1].page if chain else self.root.page
+        known, holders, page = self._known, self._pool.holders, self.root.page
+        for part in self._parts(islice(tokens, max_pages * self._page_size)):
+            node = known.get((page, part))
+            if node is None or node.is_filling or not holders[node.page]:
+                break
+            page = node.page
+        return page
 
     def take(self, chain: list[Node]) -> list[int]:
         """A sequence holds the pages of `chain` from now on. Returns the pages."""
