@@ -26,7 +26,12 @@ _DEFAULTS = SamplingParams()
 
 
 def sampling_params(body: GenerationBody, tokenizer: Tokenizer, num_logprobs: int | None) -> SamplingParams:
-    """Sampling values out of range are clamped, as llama.cpp does; a token id out of range is an error."""
+    """Sampling values out of range are clamped, as llama.cpp does; a token id out of range is an error, and so are bans
+    that leave nothing to say.
+    """
+    biases, bans = tuple(_logit_bias(body, tokenizer)), _bans(body, tokenizer)
+    if len(biases) + len(bans) >= tokenizer.vocab_size:
+        _check_some_allowed(biases, bans, tokenizer.vocab_size)
     return SamplingParams(
         temperature=_clamp(body.temperature, _DEFAULTS.temperature, 0.0, 1e4),
         top_k=int(_clamp(body.top_k, _DEFAULTS.top_k, 0, MAX_INT)),
@@ -39,8 +44,8 @@ def sampling_params(body: GenerationBody, tokenizer: Tokenizer, num_logprobs: in
         presence_penalty=_clamp(body.presence_penalty, 0.0, -100.0, 100.0),
         frequency_penalty=_clamp(body.frequency_penalty, 0.0, -100.0, 100.0),
         seed=_seed(body.seed),
-        logit_bias=tuple(_logit_bias(body, tokenizer)),
-        banned_until=_bans(body, tokenizer),
+        logit_bias=biases,
+        banned_until=bans,
         num_logprobs=num_logprobs,
     )
 
@@ -96,6 +101,14 @@ def _seed(seed: int | None) -> int:
 def _bans(body: GenerationBody, tokenizer: Tokenizer) -> tuple[tuple[int, int], ...]:
     first_allowed = MAX_INT if body.ignore_eos else body.min_tokens or 0
     return tuple((token, first_allowed) for token in sorted(tokenizer.eog_ids)) if first_allowed else ()
+
+
+def _check_some_allowed(
+    biases: tuple[tuple[int, float], ...], bans: tuple[tuple[int, int], ...], vocab_size: int
+) -> None:
+    banned = {token for token, bias in biases if bias == -math.inf} | {token for token, _ in bans}
+    if len(banned) >= vocab_size:
+        raise InvalidRequest("Field 'logit_bias': every token is banned, expected one that is not", param="logit_bias")
 
 
 def _logit_bias(body: GenerationBody, tokenizer: Tokenizer) -> Iterator[tuple[int, float]]:

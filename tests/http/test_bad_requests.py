@@ -205,6 +205,15 @@ def test_a_prompt_that_no_queue_or_context_can_hold_is_not_tokenised(path: str, 
     assert 1024 < error["n_prompt_tokens"] < 100_000 and error["n_ctx"] == 1024 and error["param"] == "messages"
 
 
+def test_bans_that_leave_no_token_are_refused() -> None:
+    tokenizer = FakeServed().tokenizer
+    allowed = min(tokenizer.eog_ids)
+    bans = [[token, False] for token in range(tokenizer.vocab_size) if token != allowed]
+    assert chat({"logit_bias": bans, "max_tokens": 1}).status_code == 200
+    for more in ({"logit_bias": [*bans, [allowed, False]]}, {"logit_bias": bans, "ignore_eos": True}):
+        assert "every token is banned" in check(chat(more), 400, "invalid_request_error")["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_errors_of_the_engine_keep_their_status_also_for_streams(stream: bool) -> None:
     error = check(complete({"prompt": "x" * 2000, "stream": stream}), 400, "exceed_context_size_error")
