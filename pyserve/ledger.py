@@ -34,7 +34,7 @@ from pyserve.pool import Pool
 from pyserve.prefix import PrefixCache
 from pyserve.residents import Residents
 from pyserve.sequence import Sequence, State, Tier, pass_leadership
-from pyserve.view import Outlook, Room, View
+from pyserve.view import Room, SparedPages, View
 
 __all__ = ["Ledger", "Limits"]
 
@@ -80,7 +80,7 @@ class Ledger(Census):
         host_free_pages: int,
         disk_free_pages: int = 0,
         slow: frozenset[Tier] = frozenset(),
-        open_outlook: Callable[[], Outlook] | None = None,
+        open_outlook: Callable[[], SparedPages] | None = None,
     ) -> Plan:
         """What to do now; nothing is changed, but it is noted since when the head waits and those that are back run.
         Free pages: what the RAM tier and the disk tier could still take. `slow` and `open_outlook` as in `Room`.

@@ -19,7 +19,7 @@ from pyserve.sequence import Sequence, Tier
 _LEAST_UNITS = 16  # in the pool for each slot; where there are fewer, debts are counted in parts of blocks
 
 
-class Outlook(Protocol):
+class SparedPages(Protocol):
     """How many pages memory spares parks, one after the other, since others have them there (R11)."""
 
     def num_spared(self, sequence: Sequence) -> int:
@@ -28,7 +28,7 @@ class Outlook(Protocol):
     def park(self, sequence: Sequence) -> int:
         """The same, and it is parked from now on."""
 
-    def copy(self) -> Outlook: ...
+    def copy(self) -> SparedPages: ...
 
 
 @dataclass(slots=True)
@@ -42,8 +42,8 @@ class Room:
     ram_pages: int
     disk_pages: int = 0
     slow: frozenset[Tier] = frozenset()
-    open_outlook: Callable[[], Outlook] | None = None
-    _outlook: Outlook | None = None
+    open_outlook: Callable[[], SparedPages] | None = None
+    _outlook: SparedPages | None = None
     _uncounted: list[Sequence] = field(default_factory=list)  # in memory, and not yet spared anything
 
     def copy(self) -> Room:
