@@ -104,13 +104,15 @@ void serve(CUstream_st* stream) {
   all.changed.notify_all();
 }
 
-void enqueue(CUstream_st* stream, const std::shared_ptr<Job>& job) {
+// The caller keeps nothing of the job: the thread that runs it is also the one that frees it.
+void enqueue(CUstream_st* stream, std::shared_ptr<Job> job) {
   happens_before(&job->posted);
   Quiet quiet;
   {
     std::lock_guard<std::mutex> lock(queues().mutex);
-    (stream->first == nullptr ? stream->first : stream->last->next) = job;
+    auto& place = stream->first == nullptr ? stream->first : stream->last->next;
     stream->last = job.get();
+    place = std::move(job);
     ++stream->num_jobs;
   }
   queues().changed.notify_all();
@@ -132,7 +134,7 @@ std::shared_ptr<Mark> mark_now(CUstream_st* stream) {
   if (stream == nullptr) {
     job->work();
   } else {
-    enqueue(stream, job);
+    enqueue(stream, std::move(job));
   }
   return mark;
 }
@@ -182,7 +184,7 @@ cudaError_t post(cudaStream_t stream, std::function<cudaError_t()> work, const R
   auto job = std::make_shared<Job>();
   job->work = std::move(work);
   job->uses.assign(uses, uses + num_uses);
-  enqueue(stream, job);
+  enqueue(stream, std::move(job));
   if (must_block) wait_for(mark_now(stream));
   return cudaSuccess;
 }
@@ -300,7 +302,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   }
   auto job = std::make_shared<Job>();
   job->waits_for = event->mark;
-  enqueue(stream, job);
+  enqueue(stream, std::move(job));
   return cudaSuccess;
 }
 
