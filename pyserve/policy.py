@@ -37,9 +37,8 @@ class Policy:
     first. `admission`: who of all the waiting is looked at first; None: in order of their places. `tokens_per_place`:
     so many tokens of a prompt that the prompt cache does not have cost a place in the queue; 0: first come, first
     served, but for the overdue. `max_passed`: how many of the waiting, at most, are looked at behind one that does not
-    fit, and may pass it.
-    `predicted_tokens`: the answer that admission keeps room for, its own and those of everybody who runs; 0: nothing
-    beyond the runway.
+    fit, and may pass it. `predicted_tokens`: the answer that admission keeps room for, its own and those of everybody
+    who runs; 0: nothing beyond the runway.
     """
 
     victim: Callable[[Pool, Sequence], float] = fewest_own_pages

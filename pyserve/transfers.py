@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from collections.abc import Sequence as Items
 
 from pyserve.host_room import Outlook
@@ -43,10 +43,15 @@ class PlannedParks:
 
     def park(self, sequence: Sequence) -> int:
         """The same, and it is parked from now on."""
-        num_common = self._ledger.num_common(sequence)
-        is_chain_wanted = num_common > 0 or self._outlook.has_blocks
-        chain = self._ledger.known_pages(sequence) if is_chain_wanted else ()
-        return self._outlook.park(sequence.id, chain, num_common)
+        return self._outlook.park(sequence.id, *_chain_of(self._ledger, sequence, has_blocks=self._outlook.has_blocks))
+
+
+def _chain_of(ledger: Ledger, sequence: Sequence, *, has_blocks: bool) -> tuple[Items[Hashable], int]:
+    """Keys of the leading pages of one that is parked, and how many of them others hold. Where there are no blocks and
+    none will be made the keys would be gathered for nothing, page by page.
+    """
+    num_common = ledger.num_common(sequence)
+    return ledger.known_pages(sequence) if num_common or has_blocks else (), num_common
 
 
 class Transfers:
@@ -203,10 +208,7 @@ class Transfers:
         self._post(task, Preempted(sequence.index))
         if park.tier.is_copy:
             num_pages = -(-sequence.num_computed // self._page_size)
-            num_common = self._ledger.num_common(sequence)
-            # Keys that no block begins with and none will be made of would be gathered for nothing, page by page.
-            is_chain_wanted = num_common > 0 or bool(self._parking.tiers.blocks)
-            chain = self._ledger.known_pages(sequence) if is_chain_wanted else ()
+            chain, num_common = _chain_of(self._ledger, sequence, has_blocks=bool(self._parking.tiers.blocks))
             pages = self._row_of(sequence)[:num_pages]
             self._parking.park(sequence, pages, park.tier, chain=chain, num_common=num_common)
         else:

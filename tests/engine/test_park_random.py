@@ -220,7 +220,7 @@ def test_tiers_that_become_slow_change_nothing_but_the_way_back(
         ctx_size=256,
         parallel=4,
         page_size=4,
-        preempt_every=11,
+        preempt_every=3,
         preempt_async=preempt_async,
         preempt_disk=str(tmp_path),
     )
